@@ -1,0 +1,320 @@
+"""Plan: documents + layout + schedule. What is drawn, proved, predicted and run is this one object.
+
+    >>> p = plan(Documents.of([5, 7]), ranks=3, schedule="ring", layout="contiguous")
+    >>> print(p)
+    plan: ring x contiguous, 3 ranks, 12 tokens in 2 documents, causal; 1 share a rank, 2 steps
+    step  into 0    into 1    into 2
+    0     2>kv2.0   0>kv0.0   1>kv1.0
+    1     2>kv1.0   0>kv2.0   1>kv0.0
+    >>> p.hops().words()[0], Plan.from_json(p.to_json()) == p
+    ('t0 0>1 kv0.0', True)
+
+Everything here is NumPy; no tensor library is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .documents import Documents
+from .errors import LayoutError, PlanError
+from .layout import LAYOUTS, Layout, Pieces
+from .schedules import DKV, KINDS, Hops, Promise, Schedule, Table, build
+from .topology import MESH, Machine
+from .topology import machine as find_machine
+
+SCHEMA = 1
+
+
+class Units(NamedTuple):
+    """The parts of shares: what one message carries. Unit ((owner * parts) + part) * shares + share.
+
+    `low` and `count` are the owner's local tokens; pieces `first[u] .. first[u + 1] - 1` make up
+    unit u, in local order, each inside one document.
+    """
+
+    parts: int
+    low: np.ndarray
+    count: np.ndarray
+    first: np.ndarray
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one packed row's attention is computed on `ranks` ranks; frozen, hashable, picklable.
+
+    Build it with `plan(...)`; attributes `docs`, `layout`, `schedule`, `machine`, `ranks`.
+    """
+
+    docs: Documents
+    layout: Layout
+    schedule: Schedule
+    machine: Machine
+
+    @property
+    def ranks(self) -> int:
+        """Ranks the plan is for."""
+        return self.layout.ranks
+
+    def tokens(self, rank: int) -> np.ndarray:
+        """Global token ids of a rank in local order, int64: row i of its q, k, v is this token."""
+        return self.layout.tokens(rank)
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Position of each of the rank's tokens inside its document (for rotary embeddings), int64."""
+        return self.docs.positions(self.tokens(rank))
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens a rank holds."""
+        return self.layout.num_tokens(rank)
+
+    def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
+        """The hop table of the forward or backward pass, of one rank or all."""
+        return self.schedule.hops(rank, backward=backward)
+
+    def with_hops(
+        self, words: Iterable[str], *, num_shares: int | None = None, promise: Promise | None = None
+    ) -> Plan:
+        """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
+        old = self.schedule
+        shares = old.num_shares if num_shares is None else num_shares
+        table = Table(
+            self.ranks, old.node_size, tuple(words), shares, promise or old.promise
+        )
+        return replace(self, schedule=table)
+
+    @cached_property
+    def units(self) -> Units:
+        """The parts of every rank's shares, and the pieces of documents in them."""
+        shares = self.schedule.num_shares
+        lows, counts, numbers, pieces = [], [], [], []
+        for rank in range(self.ranks):
+            cuts = self.layout.share_cuts(rank, shares)
+            low = cuts[:, :-1].ravel()
+            part = self.layout.pieces(rank, np.unique(cuts))
+            # empty units share their low end with the next one; the last such unit has the tokens
+            number = np.searchsorted(low, part.offset, side="right") - 1
+            lows.append(low)
+            counts.append(np.diff(cuts, axis=1).ravel())
+            numbers.append(number + rank * len(low))
+            pieces.append(part._replace(offset=part.offset - low[number]))
+        low = np.concatenate(lows)
+        first = np.zeros(len(low) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(np.concatenate(numbers), minlength=len(low)), out=first[1:])
+        joined = Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+        return Units(len(low) // (shares * self.ranks), low, np.concatenate(counts), first, joined)
+
+    def unit_of(self, hops: Hops, part: int) -> np.ndarray:
+        """Number of the unit each hop moves for one part of its share."""
+        return (hops.owner * self.units.parts + part) * self.schedule.num_shares + hops.share
+
+    def _recipe(self) -> dict[str, Any]:
+        schedule = self.schedule
+        data: dict[str, Any] = {
+            "ranks": self.ranks,
+            "layout": self.layout.name,
+            "schedule": schedule.name,
+            "node_size": schedule.node_size,
+            "options": schedule.options,
+        }
+        if isinstance(schedule, Table):
+            data |= {"hops": list(schedule.words), "num_shares": schedule.shares}
+            data["promise"] = list(schedule.claim)
+        return data
+
+    @cached_property
+    def _digest(self) -> str:
+        mask = [self.docs.causal, self.docs.window]
+        text = json.dumps([SCHEMA, self._recipe(), mask], sort_keys=True).encode()
+        return hashlib.sha256(text + self.docs.cu_seqlens.astype("<i8").tobytes()).hexdigest()
+
+    def fingerprint(self) -> str:
+        """Hex digest, equal on two ranks iff they have the same documents, layout and schedule."""
+        return self._digest
+
+    def to_json(self) -> str:
+        """JSON text that `Plan.from_json` reads back to an equal plan."""
+        documents = {
+            "cu_seqlens": self.docs.cu_seqlens.tolist(),
+            "causal": self.docs.causal,
+            "window": self.docs.window,
+        }
+        machine = asdict(self.machine)
+        return json.dumps(
+            {"schema": SCHEMA, "documents": documents, **self._recipe(), "machine": machine}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read `to_json` text.
+
+        Raises:
+            PlanError: not a plan, another schema version, or values no plan can have.
+        """
+        try:
+            data = json.loads(text)
+            if data.get("schema") != SCHEMA:
+                raise PlanError(f"plan has schema {data.get('schema')!r}, this version reads {SCHEMA}")
+            docs = Documents(**data["documents"])
+            machine = Machine(**data["machine"])
+            layout = Layout(data["layout"], docs, data["ranks"])
+            if data["schedule"] == Table.name:
+                claim = Promise(*data["promise"])
+                words = tuple(data["hops"])
+                schedule: Schedule = Table(
+                    data["ranks"], data["node_size"], words, data["num_shares"], claim
+                )
+            else:
+                schedule = build(data["schedule"], machine, data["options"])
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanError(f"not a plan: {type(error).__name__} {error}") from None
+        return cls(docs, layout, schedule, machine)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.docs, self.layout, self.schedule, self.machine)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def summary(self) -> str:
+        """One line: what the plan is."""
+        docs, shares = self.docs, self.schedule.num_shares
+        steps = self.schedule.num_steps()
+        return (
+            f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
+            f"in {len(docs.lengths)} documents, {'causal' if docs.causal else 'full'}; "
+            f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps"
+        )
+
+    def table(self, *, backward: bool = False, mark: int | None = None, width: int = 4) -> str:
+        """The step x rank table: what each rank receives, "src>kvOWNER.SHARE"; `mark` points at a step.
+
+        A cell shows at most `width` hops, then "+k" for k more.
+        """
+        hops = self.hops(backward=backward)
+        steps = range(int(hops.step.max()) + 1 if hops.step.size else 0)
+        cells: dict[tuple[int, int], list[str]] = {}
+        rows = zip(*(c.tolist() for c in hops), strict=True)
+        for step, src, dst, owner, share, kind in rows:
+            cells.setdefault((step, dst), []).append(f"{src}>{KINDS[kind]}{owner}.{share}")
+        lines = [["step", *(f"into {r}" for r in range(self.ranks))]]
+        for step in steps:
+            row = [f"{step}" + (" <--" if step == mark else "")]
+            for rank in range(self.ranks):
+                words = cells.get((step, rank), ["-"])
+                more = f" +{len(words) - width}" if len(words) > width else ""
+                row.append(" ".join(words[:width]) + more)
+            lines.append(row)
+        widths = [max(8, *(len(x) for x in column)) + 2 for column in zip(*lines, strict=True)]
+        widths[0] = max(6, *(len(line[0]) + 2 for line in lines))
+        text = ("".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join(line.rstrip() for line in text)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.table()}"
+
+
+class Support(NamedTuple):
+    """The answer of `supports`: true, or false with the reason."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def _resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
+    if machine is None:
+        return replace(MESH, name=f"mesh{ranks}", node_size=ranks)
+    found = machine if isinstance(machine, Machine) else find_machine(machine)
+    if found.ranks != ranks:
+        raise PlanError(
+            f"machine {found.name!r} has {found.ranks} ranks ({found.num_nodes} nodes of "
+            f"{found.node_size}), the plan is for {ranks}; give a machine with {ranks} ranks"
+        )
+    return found
+
+
+def plan(
+    docs: Documents | Iterable[int],
+    ranks: int,
+    *,
+    schedule: str = "tasp",
+    layout: str = "zigzag",
+    machine: Machine | str | None = None,
+    intra: int = 1,
+    schedule_options: Mapping[str, int] | None = None,
+) -> Plan:
+    """Plan the attention of a packed row on `ranks` ranks.
+
+    Args:
+        docs: the row's documents, or their lengths in tokens (then causal).
+        ranks: degree of sequence parallelism, >= 1.
+        schedule: a name of `schedules()`.
+        layout: a name of `layouts()`.
+        machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
+        intra: degree of heads parallelism inside; only 1 is known.
+        schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave".
+
+    Raises:
+        PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
+    """
+    if isinstance(ranks, bool) or int(ranks) != ranks or ranks < 1:
+        raise PlanError(f"ranks must be a whole number >= 1, got {ranks!r}")
+    ranks = int(ranks)
+    if not isinstance(docs, Documents):
+        docs = Documents.of(docs)
+    if docs.window is not None:
+        raise PlanError(
+            f"a sliding window (window={docs.window}) is not compiled by any schedule yet; "
+            "use window=None"
+        )
+    if intra != 1:
+        raise PlanError(f"intra={intra} is not supported yet; use intra=1 (any head counts work)")
+    found = _resolve_machine(machine, ranks)
+    return Plan(docs, Layout(layout, docs, ranks), build(schedule, found, schedule_options), found)
+
+
+def supports(
+    docs: Documents | Iterable[int] = (),
+    ranks: int = 1,
+    *,
+    mask: str | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    **options: Any,
+) -> Support:
+    """Whether `plan(docs, ranks, **options)` and attention with these heads work, or the reason not.
+
+    Args:
+        mask: a kind of mask; "causal" and "full" are known.
+        heads, kv_heads: query heads and key/value heads.
+
+    >>> supports([8], 4, mask="prefix_lm").reason
+    "mask 'prefix_lm' is not supported; causal and full are (Documents.of(..., causal=...))"
+    """
+    if mask not in (None, "causal", "full"):
+        reason = f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
+        return Support(False, reason)
+    if heads is not None and (heads < 1 or heads % (kv_heads or heads)):
+        return Support(False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+    try:
+        plan(docs, ranks, **options)
+    except (PlanError, LayoutError, ValueError) as error:
+        return Support(False, str(error))
+    return Support(True, "yes")
+
+
+__all__ = ["DKV", "LAYOUTS", "Plan", "Support", "Units", "plan", "supports"]

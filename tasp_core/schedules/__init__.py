@@ -1,0 +1,61 @@
+"""The schedules, by name. To add one: write a file with a `Schedule` subclass and list it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..errors import PlanError
+from ..topology import Machine
+from .base import DKV, KINDS, KV, Hops, Promise, Schedule, Table
+from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
+from .wave import AllGather, Wave, best_twins
+
+__all__ = [
+    "DKV", "KINDS", "KV", "AllGather", "Hops", "Promise", "Ring", "RingSchedule", "Schedule", "Table",
+    "Tasp", "TaspPaths", "TaspRails", "Wave", "build", "schedules",
+]  # fmt: skip
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    cls.name: cls for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather)
+}
+
+
+def schedules() -> dict[str, str]:
+    """Names of the schedules with one line each."""
+    return {name: str(cls.__doc__) for name, cls in SCHEDULES.items()}
+
+
+def _wave_options(machine: Machine, options: Mapping[str, int]) -> dict[str, int]:
+    """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour."""
+    defaults = {"blocks": max(1, machine.ranks - 1), "twins": best_twins(machine)}
+    return {**defaults, **options}
+
+
+DEFAULTS: dict[str, Callable[[Machine, Mapping[str, int]], dict[str, int]]] = {"wave": _wave_options}
+
+
+def build(name: str, machine: Machine, options: Mapping[str, int] | None = None) -> Schedule:
+    """The named schedule on a machine, its options resolved.
+
+    Raises:
+        PlanError: an unknown name or option, or a machine the schedule cannot serve.
+
+    >>> from ..topology import machine
+    >>> build("wave", machine("mesh8x2")).options
+    {'blocks': 15, 'twins': 14}
+    """
+    if name not in SCHEDULES:
+        raise PlanError(f"no schedule {name!r}; known are {', '.join(SCHEDULES)}")
+    given = dict(options or {})
+    allowed = {"wave": ("blocks", "twins")}.get(name, ())
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise PlanError(
+            f"schedule {name!r} has no option {', '.join(unknown)}; "
+            f"it takes {', '.join(allowed) or 'none'}"
+        )
+    resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
+    node_size = machine.ranks if name == "all_gather" else machine.node_size
+    schedule = SCHEDULES[name](machine.ranks, node_size, **resolved)
+    schedule.promise  # noqa: B018  (a schedule that cannot exist on this machine says so here)
+    return schedule

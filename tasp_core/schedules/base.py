@@ -1,0 +1,192 @@
+"""What a schedule is: a table of hops, and what it promises about links and buffers.
+
+A hop is `(step, src, dst, owner, share, kind)`: in communication step `step`, rank `src` sends rank
+`dst` share `share` of rank `owner`'s keys and values (kind kv), or what has been summed of their
+gradient (kind dkv). Compute step t uses what arrived in communication step t - 1; own keys are
+computed at step 0. In the backward pass kv travels again by the same hops.
+
+A new schedule is one file with a subclass of `Schedule`, named in schedules/__init__.py.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import PlanError
+
+KINDS = ("kv", "dkv")
+KV, DKV = range(2)
+
+
+class Hops(NamedTuple):
+    """The hop table by column; int64 arrays of equal length, sorted by nothing in particular."""
+
+    step: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    owner: np.ndarray
+    share: np.ndarray
+    kind: np.ndarray
+
+    def where(self, mask: np.ndarray) -> Hops:
+        """The rows of a boolean mask, or of indices."""
+        return Hops(*(column[mask] for column in self))
+
+    def ordered(self) -> Hops:
+        """Sorted by step, then link, then what travels: the order both ends agree on."""
+        keys = (self.share, self.owner, self.kind, self.dst, self.src, self.step)
+        return self.where(np.lexsort(keys))
+
+    def words(self) -> list[str]:
+        """Each hop as a word, "t3 2>5 kv1.4": at step 3 rank 2 sends rank 5 share 4 of rank 1's KV."""
+        return [
+            f"t{t} {a}>{b} {KINDS[kind]}{owner}.{share}"
+            for t, a, b, owner, share, kind in zip(*(c.tolist() for c in self), strict=True)
+        ]
+
+    @classmethod
+    def parse(cls, words: Iterable[str]) -> Hops:
+        """Read words back; `Hops.parse(h.words())` is `h`.
+
+        Raises:
+            PlanError: a word that is not a hop.
+
+        >>> Hops.parse(["t3 2>5 kv1.4"]).words()
+        ['t3 2>5 kv1.4']
+        """
+        rows = []
+        for word in words:
+            match = re.fullmatch(r"t(\d+) (\d+)>(\d+) (kv|dkv)(\d+)\.(\d+)", word.strip())
+            if not match:
+                raise PlanError(f"cannot read hop {word!r}; a hop looks like 't3 2>5 kv1.4'")
+            step, src, dst, kind, owner, share = match.groups()
+            rows.append([int(x) for x in (step, src, dst, owner, share)] + [KINDS.index(kind)])
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Hops]) -> Hops:
+        """Tables end to end."""
+        parts = list(parts)
+        if not parts:
+            return cls(*np.zeros((6, 0), dtype=np.int64))
+        return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @classmethod
+    def grid(
+        cls,
+        kind: int,
+        mask: np.ndarray | bool,
+        step: np.ndarray,
+        src: np.ndarray,
+        dst: np.ndarray,
+        owner: np.ndarray,
+        share: np.ndarray,
+    ) -> Hops:
+        """Hops of one kind from arrays that broadcast together, where `mask` holds."""
+        *columns, keep = np.broadcast_arrays(step, src, dst, owner, share, mask)
+        flat = [np.ascontiguousarray(c[keep], dtype=np.int64) for c in columns]
+        return cls(*flat, np.full(flat[0].shape, kind, dtype=np.int64))
+
+
+class Promise(NamedTuple):
+    """What `check` holds a schedule to, in the forward pass.
+
+    Attributes:
+        inside: most shares a link between two ranks of one node carries in a step.
+        across: most shares a rank sends, or takes in, over its NIC in a step.
+        buffer: most travelling KV a rank holds, as a multiple of the largest rank's KV.
+    """
+
+    inside: int
+    across: int
+    buffer: float
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A communication schedule for `ranks` ranks: hops as a function of rank and direction."""
+
+    ranks: int
+    node_size: int
+
+    name = ""
+
+    @property
+    @abstractmethod
+    def num_shares(self) -> int:
+        """Shares into which every rank's KV is cut."""
+
+    @property
+    @abstractmethod
+    def promise(self) -> Promise:
+        """The loads and buffers this schedule claims; `check` proves them."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The resolved options that, with name, ranks and node size, rebuild this schedule."""
+        return {}
+
+    @property
+    def collective(self) -> str | None:
+        """A torch.distributed collective that does step 0, or None for point-to-point messages."""
+        return None
+
+    @abstractmethod
+    def forward(self, rank: int | None) -> Hops:
+        """The kv hops; of one rank (as sender or receiver), or all."""
+
+    @abstractmethod
+    def gradients(self, rank: int | None) -> Hops:
+        """The dkv hops of the backward pass; of one rank, or all."""
+
+    def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
+        """The hop table of a pass, in the order both ends of a link agree on."""
+        table = self.forward(rank)
+        if backward:
+            table = Hops.concat([table, self.gradients(rank)])
+        return table.ordered()
+
+    def num_steps(self, *, backward: bool = False) -> int:
+        """Communication steps of a pass."""
+        step = self.hops(0, backward=backward).step
+        return int(step.max()) + 1 if step.size else 0
+
+
+@dataclass(frozen=True)
+class Table(Schedule):
+    """A schedule given hop by hop: for experiments, and for proving that a wrong one is caught."""
+
+    words: tuple[str, ...] = ()
+    shares: int = 1
+    claim: Promise = Promise(1, 1, 2.0)
+
+    name = "table"
+
+    @property
+    def num_shares(self) -> int:
+        return self.shares
+
+    @property
+    def promise(self) -> Promise:
+        return self.claim
+
+    def _rows(self, kind: int, rank: int | None) -> Hops:
+        table = Hops.parse(self.words)
+        mine = True if rank is None else (table.src == rank) | (table.dst == rank)
+        return table.where((table.kind == kind) & mine)
+
+    def forward(self, rank: int | None) -> Hops:
+        return self._rows(KV, rank)
+
+    def gradients(self, rank: int | None) -> Hops:
+        return self._rows(DKV, rank)
+
+    def num_steps(self, *, backward: bool = False) -> int:
+        step = self.hops(backward=backward).step
+        return int(step.max()) + 1 if step.size else 0
