@@ -2,11 +2,65 @@
 
 Importing this package, and planning, imports no tensor library.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from .attention import attention
 from .check import Report, check
 from .documents import Documents
 from .errors import LayoutError, PlanError, TopologyError, TransportError
+from .launch import RankError, launch
 from .layout import layouts
+from .lower import Program, lower
 from .plan import Plan, plan, supports
 from .rings import Rings, decompose
 from .schedules import schedules
 from .topology import Machine, cut_bound, machine
+
+__version__ = "0.1.0"
+
+# functions on tensors: their modules need torch, so they are imported at first use
+_TENSOR_NAMES = {
+    "shard": "tensors",
+    "shard_batch": "tensors",
+    "unshard": "tensors",
+    "gather": "tensors",
+    "roll": "tensors",
+    "next_token_labels": "loss",
+    "token_loss": "loss",
+}
+
+__all__ = [
+    "Documents",
+    "LayoutError",
+    "Machine",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RankError",
+    "Report",
+    "Rings",
+    "TopologyError",
+    "TransportError",
+    "attention",
+    "check",
+    "cut_bound",
+    "decompose",
+    "launch",
+    "layouts",
+    "lower",
+    "machine",
+    "plan",
+    "schedules",
+    "supports",
+    *_TENSOR_NAMES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TENSOR_NAMES:
+        return getattr(import_module(f".{_TENSOR_NAMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -87,8 +87,9 @@ class Plan:
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
         table = Table(
-            self.ranks, old.node_size, tuple(words), shares, promise or old.promise
-        )
+            self.ranks, old.node_size, words=tuple(words), shares=shares,
+            claim=promise or old.promise,
+        )  # fmt: skip
         return replace(self, schedule=table)
 
     @cached_property
@@ -170,8 +171,9 @@ class Plan:
                 claim = Promise(*data["promise"])
                 words = tuple(data["hops"])
                 schedule: Schedule = Table(
-                    data["ranks"], data["node_size"], words, data["num_shares"], claim
-                )
+                    data["ranks"], data["node_size"], words=words, shares=data["num_shares"],
+                    claim=claim,
+                )  # fmt: skip
             else:
                 schedule = build(data["schedule"], machine, data["options"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -255,7 +257,7 @@ def plan(
     layout: str = "zigzag",
     machine: Machine | str | None = None,
     intra: int = 1,
-    schedule_options: Mapping[str, int] | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Plan the attention of a packed row on `ranks` ranks.
 
@@ -266,7 +268,9 @@ def plan(
         layout: a name of `layouts()`.
         machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
         intra: degree of heads parallelism inside; only 1 is known.
-        schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave".
+        schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave"
+            (default: from the machine), {"exchange": "all_to_all"} for one collective a step
+            (default "p2p": one message a link, no packing).
 
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..errors import PlanError
 from ..topology import Machine
@@ -25,16 +26,18 @@ def schedules() -> dict[str, str]:
     return {name: str(cls.__doc__) for name, cls in SCHEDULES.items()}
 
 
-def _wave_options(machine: Machine, options: Mapping[str, int]) -> dict[str, int]:
+def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
     """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour."""
     defaults = {"blocks": max(1, machine.ranks - 1), "twins": best_twins(machine)}
     return {**defaults, **options}
 
 
-DEFAULTS: dict[str, Callable[[Machine, Mapping[str, int]], dict[str, int]]] = {"wave": _wave_options}
+EXCHANGES = ("p2p", "all_to_all")
+OPTIONS = {"wave": ("exchange", "blocks", "twins"), "all_gather": ()}
+DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {"wave": _wave_options}
 
 
-def build(name: str, machine: Machine, options: Mapping[str, int] | None = None) -> Schedule:
+def build(name: str, machine: Machine, options: Mapping[str, Any] | None = None) -> Schedule:
     """The named schedule on a machine, its options resolved.
 
     Raises:
@@ -47,13 +50,15 @@ def build(name: str, machine: Machine, options: Mapping[str, int] | None = None)
     if name not in SCHEDULES:
         raise PlanError(f"no schedule {name!r}; known are {', '.join(SCHEDULES)}")
     given = dict(options or {})
-    allowed = {"wave": ("blocks", "twins")}.get(name, ())
+    allowed = OPTIONS.get(name, ("exchange",))
     unknown = sorted(set(given) - set(allowed))
     if unknown:
         raise PlanError(
             f"schedule {name!r} has no option {', '.join(unknown)}; "
             f"it takes {', '.join(allowed) or 'none'}"
         )
+    if given.get("exchange", "p2p") not in EXCHANGES:
+        raise PlanError(f"exchange must be one of {EXCHANGES}, got {given['exchange']!r}")
     resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
     node_size = machine.ranks if name == "all_gather" else machine.node_size
     schedule = SCHEDULES[name](machine.ranks, node_size, **resolved)

@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,6 +114,7 @@ class Schedule(ABC):
 
     ranks: int
     node_size: int
+    exchange: str = "p2p"  # or "all_to_all": each step is one collective
 
     name = ""
 
@@ -128,9 +129,9 @@ class Schedule(ABC):
         """The loads and buffers this schedule claims; `check` proves them."""
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """The resolved options that, with name, ranks and node size, rebuild this schedule."""
-        return {}
+        return {} if self.exchange == "p2p" else {"exchange": self.exchange}
 
     @property
     def collective(self) -> str | None:

@@ -15,6 +15,7 @@ block it is an all-gather; with one rank a node it is a pipelined ring.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +76,8 @@ class Wave(Schedule):
         return max(self.twins, 1)
 
     @property
-    def options(self) -> dict[str, int]:
-        return {"blocks": self.blocks, "twins": self.twins}
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "blocks": self.blocks, "twins": self.twins}
 
     @property
     def num_shares(self) -> int:
@@ -143,7 +144,7 @@ class AllGather(Wave):
     name = "all_gather"
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         return {}
 
     @property

@@ -1,0 +1,72 @@
+# One command each; `make` alone lists them. All run in .venv, built on first use from the pins in
+# environment.yml. Another interpreter: PYTHON=python3.12; another environment: VENV="$CONDA_PREFIX".
+
+VENV := .venv
+PYTHON := python3.11 python3
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -q --progress-bar off --disable-pip-version-check
+OLD := sys.version_info < (3, 11)
+
+# Lines of environment.yml as pip requirements; the notebooks' come last, under their own heading.
+PINS := sed -n -E -e 's/^ *- *([A-Za-z0-9._-]+==[^ ]+).*/\1/p' -e 's/^ *- *(--extra-index-url .*)/\1/p'
+NOTEBOOKS := ^ *\# notebooks
+
+.PHONY: help demo test test-full lint notebooks bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n -E 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.ok ## plan, prove, run and draw a small example: results/demo.json, results/demo.svg
+	@mkdir -p results
+	$(PY) -m tasp_core demo --out results/demo.json
+	$(PY) -m visualize results/demo.json -o results/demo.svg
+
+test: $(VENV)/.ok ## the test suite (minutes)
+	$(PY) -m pytest
+
+test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
+	$(PY) -m pytest -m full --timeout 3000
+
+lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab
+	$(PY) -m jupyterlab notebooks/index.ipynb
+
+bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
+	@mkdir -p results
+	$(PY) -m tasp_core bench overhead --out results/overhead.json
+
+clean: ## remove caches, builds and the demo's files; .venv and other results stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo.json results/demo.svg
+	find tasp_core visualize tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ok: environment.yml pyproject.toml
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	    for python in $(PYTHON) ''; do \
+	        if [ -n "$$python" ] && $$python -c 'import sys; sys.exit($(OLD))' 2>/dev/null; then break; fi; \
+	    done; \
+	    if [ -z "$$python" ]; then \
+	        echo "Python 3.11 or newer is needed; tried: $(PYTHON). Name one: make PYTHON=/path/to/python" >&2; exit 1; \
+	    fi; \
+	    echo "-- $(VENV): $$($$python --version)"; \
+	    $$python -m venv $(VENV); \
+	fi
+	@$(PY) -c 'import sys; sys.exit($(OLD) and "$(VENV) holds a Python older than 3.11: remove it and run make again")'
+	@$(PINS) -e '/$(NOTEBOOKS)/q' environment.yml >$(VENV)/pins.txt
+	@echo "-- installing $$(grep '^torch==' $(VENV)/pins.txt) (the large one: up to several minutes)"
+	@$(PIP) -c $(VENV)/pins.txt torch
+	@echo "-- installing the other $$(grep -c == $(VENV)/pins.txt) pins of environment.yml"
+	@$(PIP) -r $(VENV)/pins.txt
+	@echo "-- installing tasp_core and visualize from here (editable)"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.notebooks-ok: $(VENV)/.ok
+	@sed -e '1,/$(NOTEBOOKS)/d' environment.yml | $(PINS) >$(VENV)/notebooks.txt
+	@echo "-- installing for the notebooks: $$(tr '\n' ' ' <$(VENV)/notebooks.txt)"
+	@$(PIP) -c $(VENV)/pins.txt -r $(VENV)/notebooks.txt
+	@touch $@

@@ -1,0 +1,335 @@
+"""One door to attention kernels that return (out, lse) and to their backward with a given out, lse.
+
+    math    plain tensor operations 512 rows at a time; any device, float32 and float64; the oracle
+    aten    torch's own flash kernels: CPU (all float dtypes), CUDA and ROCm (fp16, bf16)
+    flash   flash-attn 2, 3 or 4 where installed (fp16, bf16)
+
+A call is a set of sequences (lower.Call): query rows against key rows, all FULL or all square CAUSAL.
+Backward takes the row's FINAL out and lse, so that each call's dq, dk, dv are exact partial sums.
+Shapes: q [t, H, D], k [s, K, D], v [s, K, E], out [t, H, E], lse [t, H]; K divides H.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .documents import Documents
+from .errors import PlanError
+from .lower import Call
+from .tiles import Sequences
+
+Triple = tuple[Tensor, Tensor, Tensor]
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Kernel(ABC):
+    """A forward and a backward over the sequences of a call."""
+
+    name = ""
+    native_partials = False  # whether partial results come in the input dtype even when it is narrow
+
+    def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to compute in when a row's result is merged from several calls."""
+        narrow = dtype in HALF and not self.native_partials
+        return torch.float32 if narrow else dtype
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """out [rows, H, E] and lse [rows, H] of the call's query rows, sequence after sequence."""
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        scale: float,
+    ) -> Triple:  # fmt: skip
+        """dq of the call's query rows, dk and dv of its key rows, sequence after sequence."""
+
+
+class Math(Kernel):
+    """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time."""
+
+    name = "math"
+    rows = 512
+
+    def _chunks(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[Any]:
+        """(first, last, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+        for low in range(0, len(q), self.rows):
+            high = min(low + self.rows, len(q))
+            keys = high if causal else len(k)
+            scores = torch.einsum("qkgd,skd->kgqs", q[low:high], k[:keys]) * scale
+            if causal:
+                row = torch.arange(low, high, device=q.device)[:, None]
+                hidden = torch.arange(keys, device=q.device)[None, :] > row
+                scores.masked_fill_(hidden, -torch.inf)
+            yield low, high, keys, scores
+
+    @staticmethod
+    def _wide(*tensors: Tensor) -> list[Tensor]:
+        return [x.float() if x.dtype in HALF else x for x in tensors]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for a, m, b, n in _each(call.sequences):
+            qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
+            grouped = qs.unflatten(1, (ks.shape[1], -1))
+            for _, _, keys, scores in self._chunks(grouped, ks, call.causal, scale):
+                lse = torch.logsumexp(scores, -1)
+                p = torch.exp(scores - lse[..., None])
+                out = torch.einsum("kgqs,ske->qkge", p, vs[:keys])
+                outs.append(out.flatten(1, 2))
+                lses.append(lse.permute(2, 0, 1).flatten(1, 2))
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        scale: float,
+    ) -> Triple:  # fmt: skip
+        grads = []
+        for a, m, b, n in _each(call.sequences):
+            do, qs, ks, vs, os = self._wide(
+                *(x[a : a + m] for x in (dout, q)),
+                *(x[b : b + n] for x in (k, v)),
+                out[a : a + m],
+            )
+            heads = (ks.shape[1], -1)
+            grouped, do, os = (x.unflatten(1, heads) for x in (qs, do, os))
+            row_lse = lse[a : a + m].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)
+            delta = (do * os).sum(-1).permute(1, 2, 0)
+            dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
+            for low, high, keys, scores in self._chunks(grouped, ks, call.causal, scale):
+                p = torch.exp(scores - row_lse[:, :, low:high, None])
+                dv[:keys] += torch.einsum("kgqs,qkge->ske", p, do[low:high])
+                dp = torch.einsum("qkge,ske->kgqs", do[low:high], vs[:keys])
+                ds = p * (dp - delta[:, :, low:high, None]) * scale
+                dq[low:high] = torch.einsum("kgqs,skd->qkgd", ds, ks[:keys])
+                dk[:keys] += torch.einsum("kgqs,qkgd->skd", ds, grouped[low:high])
+            grads.append((dq.flatten(1, 2), dk, dv))
+        return _cat(grads)
+
+
+class AtenCpu(Kernel):
+    """torch's CPU flash kernel; sequences of one shape at even distances run as one batch."""
+
+    name = "aten"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        value_dim = v.shape[-1]
+        q, k, v = _equal_dims(q, k, v)
+        outs, lses = [], []
+        for rows, keys in _batches(call.sequences):
+            out, lse = op(rows(q), keys(k), keys(v), 0.0, call.causal, scale=scale)
+            outs.append(_rows(out)[..., :value_dim])
+            lses.append(_rows(lse[..., None])[..., 0])
+        return _cat1(outs), _cat1(lses)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        scale: float,
+    ) -> Triple:  # fmt: skip
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        key_dim, value_dim = q.shape[-1], v.shape[-1]
+        q, k, v, dout, out = _equal_dims(q, k, v, dout, out)
+        grads = []
+        for rows, keys in _batches(call.sequences):
+            row_lse = rows(lse[..., None])[..., 0]
+            dq, dk, dv = op(
+                rows(dout), rows(q), keys(k), keys(v), rows(out), row_lse, 0.0, call.causal,
+                scale=scale,
+            )  # fmt: skip
+            dq, dk = (_rows(x)[..., :key_dim] for x in (dq, dk))
+            grads.append((dq, dk, _rows(dv)[..., :value_dim]))
+        return _cat(grads)
+
+
+class VarlenKernel(Kernel):
+    """A variable-length flash kernel of a GPU; rows are copied end to end where they are not yet."""
+
+    native_partials = True
+
+    def __init__(self, varlen: Any) -> None:
+        self.varlen, self.name = varlen, varlen.name
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        value_dim, pick = v.shape[-1], _Picker(call.sequences, q.device)
+        q, k, v = (pick.q(_flash_dims(q, v)), pick.k(_flash_dims(k, v)), pick.k(_flash_dims(v, q)))
+        out, lse = self.varlen.forward(q, k, v, *pick.sizes, call.causal, scale)
+        return out[..., :value_dim], lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        scale: float,
+    ) -> Triple:  # fmt: skip
+        key_dim, value_dim, pick = q.shape[-1], v.shape[-1], _Picker(call.sequences, q.device)
+        dout, q, out = (pick.q(_flash_dims(x, y)) for x, y in ((dout, q), (q, v), (out, q)))
+        k, v = pick.k(_flash_dims(k, v)), pick.k(_flash_dims(v, k))
+        dq, dk, dv = self.varlen.backward(
+            dout, q, k, v, out, pick.q(lse), *pick.sizes, call.causal, scale
+        )
+        return dq[..., :key_dim], dk[..., :key_dim], dv[..., :value_dim]
+
+
+class _Picker:
+    """Query and key rows of a call, end to end, and their cumulative lengths on the device."""
+
+    def __init__(self, seq: Sequences, device: torch.device) -> None:
+        self.rows = [_row_index(seq.q_lo, seq.q_n, device), _row_index(seq.k_lo, seq.k_n, device)]
+        cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (seq.q_n, seq.k_n)]
+        self.sizes = (
+            *(torch.from_numpy(c).to(device) for c in cu),
+            int(seq.q_n.max()),
+            int(seq.k_n.max()),
+        )
+
+    def q(self, x: Tensor) -> Tensor:
+        return x[self.rows[0]]
+
+    def k(self, x: Tensor) -> Tensor:
+        return x[self.rows[1]]
+
+
+def _row_index(low: np.ndarray, count: np.ndarray, device: torch.device) -> slice | Tensor:
+    if (low[1:] == low[:-1] + count[:-1]).all():
+        return slice(int(low[0]), int(low[-1] + count[-1]))
+    from .layout import ranges
+
+    return torch.from_numpy(ranges(low, low + count)[0]).to(device)
+
+
+def _flash_dims(x: Tensor, other: Tensor) -> Tensor:
+    """Zero-padded to a head dim that flash kernels take: that of `other`, and a multiple of 8."""
+    size = -(-max(x.shape[-1], other.shape[-1]) // 8) * 8
+    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
+
+
+def _equal_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Zero-padded to one head dim: the scores and the output do not change."""
+    size = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+
+
+def _each(seq: Sequences) -> Iterator[tuple[int, int, int, int]]:
+    return zip(*(c.tolist() for c in (seq.q_lo, seq.q_n, seq.k_lo, seq.k_n)), strict=True)
+
+
+def _batches(seq: Sequences) -> Iterator[tuple[Any, Any]]:
+    """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances."""
+    total, i = len(seq.q_lo), 0
+    step = [np.diff(seq.q_lo), np.diff(seq.k_lo)]
+    same = (np.diff(seq.q_n) == 0) & (np.diff(seq.k_n) == 0) & (step[0] >= 0) & (step[1] >= 0)
+    while i < total:
+        j = i
+        while j + 1 < total and same[j] and step[0][j] == step[0][i] and step[1][j] == step[1][i]:
+            j += 1
+        gap = (int(step[0][i]), int(step[1][i])) if j > i else (0, 0)
+        yield (
+            _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1),
+            _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1),
+        )
+        i = j + 1
+
+
+def _view(low: int, count: int, gap: int, batch: int) -> Any:
+    def view(x: Tensor) -> Tensor:
+        row, head, dim = x.stride()
+        size = (batch, x.shape[1], count, x.shape[2])
+        return x.as_strided(size, (gap * row, head, row, dim), x.storage_offset() + low * row)
+
+    return view
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, H, L, D] to [B L, H, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _cat1(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cat(parts: list[Triple]) -> Triple:
+    dq, dk, dv = (_cat1(list(column)) for column in zip(*parts, strict=True))
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=64)
+def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The kernel for a name ("auto", "math", "aten", "flash"), device type and dtype.
+
+    "auto" is aten on a CPU; on a GPU flash where installed, else aten, and math for wide dtypes.
+
+    Raises:
+        PlanError: an unknown name, or a kernel that cannot serve the device or dtype.
+    """
+    gpu = device_type != "cpu"
+    if name == "auto":
+        if gpu and dtype not in HALF:
+            warnings.warn(f"flash kernels take no {dtype} on {device_type}: using the slow kernel 'math'", stacklevel=2)
+            return Math()
+        if gpu:
+            from . import flash
+
+            name = "flash" if flash.best(device_type) else "aten"
+        else:
+            name = "aten"
+    if name == "math":
+        return Math()
+    if name not in ("aten", "flash"):
+        raise PlanError(f"no kernel {name!r}; known are auto, math, aten, flash")
+    if name == "aten" and not gpu:
+        return AtenCpu()
+    if dtype not in HALF:
+        raise PlanError(f"kernel {name!r} on {device_type} takes fp16 and bf16, not {dtype}; use 'math'")
+    from . import flash
+
+    found = flash.AtenFlash() if name == "aten" else flash.find("flash")
+    return VarlenKernel(found)
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, docs: Documents, *, dout: Tensor | None = None,
+    scale: float | None = None, kernel: Kernel | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Attention of a whole row on one device, document by document, in float64 with kernel `math`.
+
+    Args:
+        q, k, v: [T, H, D], [T, K, D], [T, K, E] in row order.
+        dout: [T, H, E]; with it the gradients dq, dk, dv are returned too.
+        kernel: another kernel to run, in the inputs' dtype ("the plain kernel").
+
+    Returns:
+        {"out", "lse"} and, with dout, {"dq", "dk", "dv"}.
+    """
+    if kernel is None:
+        kernel, (q, k, v) = Math(), (x.double() for x in (q, k, v))
+        dout = None if dout is None else dout.double()
+    some = docs.lengths > 0
+    low, count = docs.cu_seqlens[:-1][some], docs.lengths[some]
+    call = Call(docs.causal, Sequences(low, count, low, count), (), ())
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not some.any():
+        empty = {"out": q.new_zeros(0, q.shape[1], v.shape[2]), "lse": q.new_zeros(q.shape[:2])}
+        return empty if dout is None else {**empty, "dq": q, "dk": k, "dv": v}
+    out, lse = kernel.forward(q, k, v, call, scale)
+    result = {"out": out, "lse": lse}
+    if dout is not None:
+        grads = kernel.backward(dout, q, k, v, out, lse, call, scale)
+        result |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return result

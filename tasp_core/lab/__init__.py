@@ -1,0 +1,1 @@
+"""Running and measuring: the demo, benchmarks, their data and result files."""

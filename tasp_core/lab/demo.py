@@ -1,0 +1,159 @@
+"""The main job on real input: eight ranks, every schedule, forward and backward, then training.
+
+Real text is packed into a row; a tiny Llama's first block turns it into q, k, v. Each method runs on
+real ranks and is compared with the float64 oracle before anything is printed about it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table as Grid
+
+from ..check import Report, check
+from ..documents import Documents
+from ..launch import launch
+from ..plan import Plan, plan
+from .llama import TinyLlama
+from .measure import Inputs, Judge, as_dict, sent_bytes, verify
+from .results import write
+from .text import manual_row
+from .train import train
+
+METHODS = (  # label, schedule, layout, ranks a node (0: all)
+    ("Ring", "ring", "contiguous", 0),
+    ("Zigzag-Ring", "ring", "zigzag", 0),
+    ("Striped", "ring", "striped", 0),
+    ("all_gather", "all_gather", "zigzag", 0),
+    ("TASP", "tasp", "contiguous", 0),
+    ("Zigzag-TASP", "tasp", "zigzag", 0),
+    ("wave 1x8", "wave", "zigzag", 0),
+    ("wave 2x4", "wave", "zigzag", 4),
+)
+
+
+class Row(NamedTuple):
+    """One method's results."""
+
+    label: str
+    plan: Plan
+    report: Report
+    errors: Any
+    sent: dict[str, list[int]]
+    seconds: float
+
+
+def _plan(docs: Documents, ranks: int, schedule: str, layout: str, node: int) -> Plan:
+    machine = f"mesh{node}x{ranks // node}" if node else None
+    return plan(docs, ranks, schedule=schedule, layout=layout, machine=machine)
+
+
+def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
+    """q, k, v of a packed row of real text from a tiny Llama's first block, and its documents."""
+    torch.manual_seed(0)
+    ids, docs = manual_row(tokens)
+    model = TinyLlama(dim=128, layers=1, heads=8, kv_heads=4)
+    with torch.no_grad():
+        positions = torch.from_numpy(docs.positions())
+        q, k, v = model.blocks[0].heads(model.embed(torch.from_numpy(ids)), positions)
+    return Inputs(q, k, v, torch.randn_like(q)), docs
+
+
+def attend_all(
+    inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
+) -> list[Row]:
+    """Every method on real ranks, each compared with the oracle."""
+    judge, rows = Judge(inputs, docs), []
+    for i, (label, schedule, layout, node) in enumerate(METHODS):
+        say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
+        p = _plan(docs, ranks, schedule, layout, node)
+        errors, seconds = verify(p, inputs, judge=judge)
+        dims = inputs.k.shape[-1] + inputs.v.shape[-1]
+        sent = sent_bytes(p, inputs.k.shape[1], dims, inputs.q.dtype)
+        rows.append(Row(label, p, check(p), errors, sent, max(seconds)))
+    return rows
+
+
+def _busiest(row: Row) -> str:
+    src, dst, shares = row.report.busiest
+    amount = f"{shares / row.plan.schedule.num_shares:.2f} KV"
+    return f"{src}>{dst} {amount}" if row.report.min_load != row.report.max_load else f"all {amount}"
+
+
+def error_table(rows: list[Row]) -> Grid:
+    """The demo's one table."""
+    grid = Grid(title="forward and backward on real ranks, against the float64 oracle")
+    heads = ("method", "out error", "grad error", "of plain", "MB sent fwd", "bwd", "links busy",
+             "busiest link", "work max/mean")  # fmt: skip
+    for name in heads:
+        grid.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+    for row in rows:
+        e, r = row.errors, row.report
+        grad = max(e.ours[n] for n in ("dq", "dk", "dv"))
+        mb = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
+        grid.add_row(
+            row.label, f"{e.ours['out']:.1e}", f"{grad:.1e}", f"{e.ratio:.2f}x",
+            *(f"{x:.2f}" for x in mb), f"{r.busy:.1%}", _busiest(row), f"{r.balance:.3f}",
+        )  # fmt: skip
+    grid.caption = (
+        "of plain: worst error over the plain kernel's own; MB: most any rank sends; "
+        "links busy: mean share of links in use per step"
+    )
+    return grid
+
+
+def demo(out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, steps: int = 30) -> bool:
+    """Run it all, print it, write the result file; whether everything was right."""
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"{time.perf_counter() - start:5.1f} s  {text}", highlight=False)
+
+    inputs, docs = real_inputs(tokens)
+    say(f"packed {tokens} bytes of Python's manual: {len(docs.lengths)} documents, {docs.num_pairs} pairs")
+    small = plan(docs, 4, schedule="tasp", layout="zigzag")
+    console.print(f"\n{small}\n\n{check(small)}\n", highlight=False, soft_wrap=True)
+    rows = attend_all(inputs, docs, ranks, say)
+    console.print(error_table(rows))
+    losses = {}
+    for count in (1, 4):
+        say(f"training a tiny Llama for {steps} steps on {count} rank{'s' * (count > 1)}")
+        options = {"steps": steps, "tokens": 1024}
+        losses[count] = launch(_train, count, count, options, timeout_s=120.0)[0]
+    gap = max(abs(a - b) for a, b in zip(losses[1], losses[4], strict=True))
+    say(f"loss {losses[1][0]:.4f} -> {losses[1][-1]:.4f} on 1 rank, {losses[4][-1]:.4f} on 4; "
+        f"largest difference in {steps} steps {gap:.1e}")  # fmt: skip
+    right = all(r.errors.ok for r in rows) and gap < 1e-3 and losses[4][-1] < losses[4][0]
+    write(
+        out, "demo",
+        config={"tokens": tokens, "ranks": ranks, "steps": steps, "dtype": "float32",
+                "heads": inputs.q.shape[1], "kv_heads": inputs.k.shape[1],
+                "head_dim": inputs.q.shape[2]},
+        attention=[_row(r) for r in rows],
+        training={"losses": losses, "largest_difference": gap},
+        seconds=time.perf_counter() - start,
+    )  # fmt: skip
+    say(f"{'all right' if right else 'WRONG'}; results in {out}")
+    return right
+
+
+def _train(rank: int, group: Any, ranks: int, options: dict[str, int]) -> list[float]:
+    return train(rank, group, ranks, **options)
+
+
+def _row(row: Row) -> dict[str, Any]:
+    import json
+
+    r = row.report
+    return {
+        "label": row.label, "plan": json.loads(row.plan.to_json()), "errors": as_dict(row.errors),
+        "bytes_sent": row.sent, "seconds": row.seconds, "links_busy": r.busy,
+        "busiest": list(r.busiest), "max_load": r.max_load, "min_load": r.min_load,
+        "work_max_mean": r.balance, "work_max_mean_worst_step": r.step_balance,
+        "peak_travelling_kv": r.peak_shards,
+    }  # fmt: skip

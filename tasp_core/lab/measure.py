@@ -1,0 +1,160 @@
+"""Run a plan on real ranks, forward and backward, and hold it against the float64 oracle.
+
+`verify` is what `run`, the demo and the tests share: nothing is reported before it is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention import attention
+from ..documents import Documents
+from ..kernels import oracle, resolve
+from ..launch import launch
+from ..lower import lower
+from ..plan import Plan
+from ..schedules import DKV
+from ..tensors import shard, unshard
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+FLOOR_ULP = 8  # below so many roundings of the largest value, a ratio of errors says nothing
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Global q [T, H, D], k [T, K, D], v [T, K, E] and the output's gradient dout [T, H, E]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def random(
+        cls, tokens: int, heads: int, kv_heads: int, head_dim: int, *, seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Inputs:  # fmt: skip
+        """Standard normal values, seeded."""
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (heads, kv_heads, kv_heads, heads)
+        return cls(
+            *(torch.randn(tokens, n, head_dim, generator=generator).to(dtype) for n in sizes)
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.dout
+
+
+def run_rank(
+    rank: int, group: Any, plan: Plan, inputs: Inputs, kernel: str = "auto"
+) -> tuple[list[Tensor], float]:
+    """One rank's out, lse, dq, dk, dv, and the seconds of its forward and backward pass."""
+    q, k, v, dout = (shard(x, plan, rank) for x in inputs.tensors())
+    for x in (q, k, v):
+        x.requires_grad_()
+    if plan.ranks > 1:
+        dist.barrier(group=group)
+    start = time.perf_counter()
+    out, lse = attention(q, k, v, plan, group, kernel=kernel, return_lse=True)
+    out.backward(dout)
+    seconds = time.perf_counter() - start
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v)]
+    return [out.detach(), lse, *grads], seconds
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest absolute errors against the float64 oracle, by name: ours, the plain kernel's, limits.
+
+    The limit is twice the plain single-device kernel's own error, or 8 roundings of the largest
+    value where that is more.
+    """
+
+    ours: dict[str, float]
+    plain: dict[str, float]
+    limit: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within its limit (NaN is not)."""
+        return all(self.ours[n] <= self.limit[n] for n in NAMES)
+
+    @property
+    def ratio(self) -> float:
+        """The worst of ours over the plain kernel's, where the latter is not below the floor."""
+        pairs = [(self.ours[n], self.limit[n] / 2) for n in NAMES if self.limit[n] > 0]
+        return max((a / b for a, b in pairs), default=0.0)
+
+
+class Judge:
+    """The oracle's and the plain kernel's results of one row, to hold many plans against."""
+
+    def __init__(self, inputs: Inputs, docs: Documents, kernel: str = "auto") -> None:
+        q, k, v, dout = inputs.tensors()
+        self.exact = oracle(q, k, v, docs, dout=dout)
+        plain = resolve(kernel, q.device.type, q.dtype)
+        self.plain = oracle(q, k, v, docs, dout=dout, kernel=plain)
+        self.eps = torch.finfo(q.dtype).eps
+
+    def errors(self, pieces: Sequence[Sequence[Tensor]], plan: Plan) -> Errors:
+        """Errors of the ranks' pieces (out, lse, dq, dk, dv each)."""
+        ours, single, limit = {}, {}, {}
+        for i, name in enumerate(NAMES):
+            exact = self.exact[name]
+            whole = unshard([p[i] for p in pieces], plan)
+            ours[name] = _largest(whole.double() - exact)
+            single[name] = _largest(self.plain[name].double() - exact)
+            eps = self.eps if name != "lse" or self.eps < 1e-10 else torch.finfo(torch.float32).eps
+            limit[name] = max(2 * single[name], FLOOR_ULP * eps * _largest(exact))
+        return Errors(ours, single, limit)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def sent_bytes(plan: Plan, kv_heads: int, dims: int, dtype: torch.dtype) -> dict[str, list[int]]:
+    """Bytes each rank sends, forward and backward, read off the lowered programs.
+
+    Args:
+        dims: key dim plus value dim.
+    """
+    row, wide = kv_heads * dims * dtype.itemsize, kv_heads * dims * max(4, dtype.itemsize)
+    result = {}
+    for name, backward in (("forward", False), ("backward", True)):
+        totals = []
+        for rank in range(plan.ranks):
+            program = lower(plan, rank, backward=backward)
+            total = sum(
+                m.count * (wide if m.kind == DKV else row) for s in program.steps for m in s.sends
+            )
+            if program.collective:  # every rank's padded rows go to every other rank
+                total += program.gathered_rows * (plan.ranks - 1) * row
+            totals.append(total)
+        result[name] = totals
+    return result
+
+
+def verify(
+    plan: Plan, inputs: Inputs, *, kernel: str = "auto", timeout_s: float = 120.0,
+    judge: Judge | None = None,
+) -> tuple[Errors, list[float]]:  # fmt: skip
+    """Run the plan on freshly forked ranks; errors against the oracle, seconds of each rank."""
+    judge = judge or Judge(inputs, plan.docs, kernel)
+    if plan.ranks == 1:
+        answers = [run_rank(0, None, plan, inputs, kernel)]
+    else:
+        answers = launch(run_rank, plan.ranks, plan, inputs, kernel, timeout_s=timeout_s)
+    return judge.errors([a[0] for a in answers], plan), [a[1] for a in answers]
+
+
+def as_dict(errors: Errors) -> dict[str, Any]:
+    """Errors for a result file."""
+    return {**asdict(errors), "ok": errors.ok, "ratio": errors.ratio}

@@ -1,0 +1,47 @@
+"""Result files: one JSON a run, with schema version, configuration and environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on besides the code: versions, processor, cores; no names, no paths."""
+    packages = {}
+    for name in ("torch", "numpy", "networkx", "flash-attn"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": packages,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def write(path: Path, kind: str, **body: Any) -> None:
+    """Write one run's result; parents are made, an old file is replaced in one move."""
+    data = {"schema": SCHEMA, "kind": kind, "environment": environment(), **body}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
