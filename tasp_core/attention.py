@@ -64,7 +64,11 @@ def attention(
         exchange = Exchange(group)
     found = exchange.ranks if exchange else 1
     if found != plan.ranks:
-        hint = "" if exchange else " (torch.distributed is not initialised: use torchrun or tasp.launch)"
+        hint = (
+            ""
+            if exchange
+            else " (torch.distributed is not initialised: use torchrun or tasp.launch)"
+        )
         raise PlanError(
             f"the plan is for {plan.ranks} ranks, the group has {found}{hint}; "
             f"make the plan with ranks={found} or pass the right group"
@@ -119,7 +123,9 @@ def _complaint(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, kernel: s
     if v.shape[-2] != kv_heads or k.shape[-1] != q.shape[-1] or min(q.shape[-1], v.shape[-1]) < 1:
         return f"k and v must have equal heads, q and k equal dims of at least 1, got {shapes}"
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
-        return f"{heads} query heads are not a multiple of {kv_heads} key/value heads; repeat k and v"
+        return (
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads; repeat k and v"
+        )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         return f"q, k, v must have one dtype and one device, got {kinds}"

@@ -16,12 +16,11 @@ class Runs(NamedTuple):
 
     src: np.ndarray
     dst: np.ndarray
-    count: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
 
 
 def _slots(birth: np.ndarray, death: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, int]:
-    """Row offsets for regions alive in [birth, death], and rows in all; a region may follow another's end."""
-    offset = np.zeros(len(birth), dtype=np.int64)
+    """First rows of regions alive in [birth, death], and rows in all: who dies first frees a slot."""
     slot = np.zeros(len(birth), dtype=np.int64)
     busy_until: list[int] = []
     for i in np.argsort(birth, kind="stable").tolist():
@@ -31,8 +30,7 @@ def _slots(birth: np.ndarray, death: np.ndarray, size: np.ndarray) -> tuple[np.n
     sizes = np.zeros(len(busy_until), dtype=np.int64)
     np.maximum.at(sizes, slot, size)
     base = np.concatenate([[0], np.cumsum(sizes)])
-    offset = base[slot]
-    return offset, int(base[-1])
+    return base[slot], int(base[-1])
 
 
 class Place(NamedTuple):

@@ -74,7 +74,8 @@ class Report:
                 f"{self.busy:.1%} of the links busy per step",
                 f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank",
                 "gradients  proved: every contribution reaches its owner exactly once",
-                f"work       max/mean {self.balance:.4f} over ranks, {self.step_balance:.4f} in the worst step",
+                f"work       max/mean {self.balance:.4f} over ranks, "
+                f"{self.step_balance:.4f} in the worst step",
             )
         )
 
@@ -90,7 +91,9 @@ class _Checker:
         ids = np.arange(self.n)
         self.arrival[ids, ids] = -1
 
-    def fail(self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False) -> None:
+    def fail(
+        self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False
+    ) -> None:
         mark, word = None, ""
         if hops is not None:
             mark, word = int(hops.step[row]), f" at {hops.where(np.array([row])).words()[0]}"
@@ -201,10 +204,10 @@ class _Checker:
         peak = float(live.max() / self.shares)
         promised = self.plan.schedule.promise.buffer
         if peak > promised + 1e-9:
-            rank, step = np.unravel_index(live.argmax(), live.shape)
-            row = int(np.flatnonzero(hops.step == step)[0])
+            where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
+            row = int(np.flatnonzero(hops.step == min(step, int(hops.step.max())))[0])
             self.fail(
-                f"rank {rank} holds {peak:.3g} travelling KV in step {step}, {promised:.3g} are promised;",
+                f"rank {where} holds {peak:.3g} travelling KV in step {step}, {promised:.3g} are promised;",
                 hops, row,
             )  # fmt: skip
         return peak
@@ -233,7 +236,10 @@ class _Checker:
         lost = np.flatnonzero(
             (hops.dst != hops.owner) & (leaves[hops.dst, hops.owner, hops.share] >= NEVER)
         )
-        for rows, what in ((stuck, "arrives after its sum has left"), (lost, "stops before its owner")):
+        for rows, what in (
+            (stuck, "arrives after its sum has left"),
+            (lost, "stops before its owner"),
+        ):
             if rows.size:
                 self.fail(f"a gradient {what}", hops, rows[0], True)
         kept = np.argwhere((self.arrival >= 0) & (self.arrival < NEVER) & (leaves >= NEVER))

@@ -37,10 +37,14 @@ class Documents:
 
     def __post_init__(self) -> None:
         cu = np.array(self.cu_seqlens)
-        if cu.ndim != 1 or cu.size < 1 or not (
-            np.issubdtype(cu.dtype, np.integer) or (cu == cu.astype(np.int64)).all()
+        if (
+            cu.ndim != 1
+            or cu.size < 1
+            or not (np.issubdtype(cu.dtype, np.integer) or (cu == cu.astype(np.int64)).all())
         ):
-            raise PlanError(f"cu_seqlens must be a 1-D list of whole numbers, got {self.cu_seqlens!r}")
+            raise PlanError(
+                f"cu_seqlens must be a 1-D list of whole numbers, got {self.cu_seqlens!r}"
+            )
         cu = cu.astype(np.int64)
         if cu[0] != 0:
             raise PlanError(f"cu_seqlens must begin with 0, got {cu[0]}; prepend a 0")
@@ -84,7 +88,7 @@ class Documents:
         causal: bool = True,
         window: int | None = None,
     ) -> Documents:
-        """Documents from flash-attn's cumulative lengths; `total` (tokens in the row), when given, must match.
+        """Documents from flash-attn's cumulative lengths; `total`, tokens in the row, must match.
 
         Raises:
             PlanError: entries decrease, do not begin with 0, or do not end at `total`.

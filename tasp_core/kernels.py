@@ -17,15 +17,16 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import flash
 from .documents import Documents
 from .errors import PlanError
 from .lower import Call
 from .tiles import Sequences
+from .views import Picker, batches, each, end_to_end
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +36,9 @@ class Kernel(ABC):
     """A forward and a backward over the sequences of a call."""
 
     name = ""
-    native_partials = False  # whether partial results come in the input dtype even when it is narrow
+    native_partials = (
+        False  # whether partial results come in the input dtype even when it is narrow
+    )
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype to compute in when a row's result is merged from several calls."""
@@ -82,7 +85,7 @@ class Math(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for a, m, b, n in _each(call.sequences):
+        for a, m, b, n in each(call.sequences):
             qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
             grouped = qs.unflatten(1, (ks.shape[1], -1))
             for _, _, keys, scores in self._chunks(grouped, ks, call.causal, scale):
@@ -98,7 +101,7 @@ class Math(Kernel):
         scale: float,
     ) -> Triple:  # fmt: skip
         grads = []
-        for a, m, b, n in _each(call.sequences):
+        for a, m, b, n in each(call.sequences):
             do, qs, ks, vs, os = self._wide(
                 *(x[a : a + m] for x in (dout, q)),
                 *(x[b : b + n] for x in (k, v)),
@@ -132,10 +135,10 @@ class AtenCpu(Kernel):
         value_dim = v.shape[-1]
         q, k, v = _equal_dims(q, k, v)
         outs, lses = [], []
-        for rows, keys in _batches(call.sequences):
+        for rows, keys in batches(call.sequences):
             out, lse = op(rows(q), keys(k), keys(v), 0.0, call.causal, scale=scale)
-            outs.append(_rows(out)[..., :value_dim])
-            lses.append(_rows(lse[..., None])[..., 0])
+            outs.append(end_to_end(out)[..., :value_dim])
+            lses.append(end_to_end(lse[..., None])[..., 0])
         return _cat1(outs), _cat1(lses)
 
     def backward(
@@ -146,14 +149,14 @@ class AtenCpu(Kernel):
         key_dim, value_dim = q.shape[-1], v.shape[-1]
         q, k, v, dout, out = _equal_dims(q, k, v, dout, out)
         grads = []
-        for rows, keys in _batches(call.sequences):
+        for rows, keys in batches(call.sequences):
             row_lse = rows(lse[..., None])[..., 0]
             dq, dk, dv = op(
                 rows(dout), rows(q), keys(k), keys(v), rows(out), row_lse, 0.0, call.causal,
                 scale=scale,
             )  # fmt: skip
-            dq, dk = (_rows(x)[..., :key_dim] for x in (dq, dk))
-            grads.append((dq, dk, _rows(dv)[..., :value_dim]))
+            dq, dk = (end_to_end(x)[..., :key_dim] for x in (dq, dk))
+            grads.append((dq, dk, end_to_end(dv)[..., :value_dim]))
         return _cat(grads)
 
 
@@ -168,8 +171,9 @@ class VarlenKernel(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
-        value_dim, pick = v.shape[-1], _Picker(call.sequences, q.device)
-        q, k, v = (pick.q(_flash_dims(q, v)), pick.k(_flash_dims(k, v)), pick.k(_flash_dims(v, q)))
+        value_dim, pick = v.shape[-1], Picker(call.sequences, q.device)
+        q, k, v = _equal_dims(q, k, v, multiple=self.varlen.head_dim_multiple)
+        q, k, v = pick.q(q), pick.k(k), pick.k(v)
         out, lse = self.varlen.forward(q, k, v, *pick.sizes, call.causal, scale)
         return out[..., :value_dim], lse
 
@@ -177,87 +181,19 @@ class VarlenKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
         scale: float,
     ) -> Triple:  # fmt: skip
-        key_dim, value_dim, pick = q.shape[-1], v.shape[-1], _Picker(call.sequences, q.device)
-        dout, q, out = (pick.q(_flash_dims(x, y)) for x, y in ((dout, q), (q, v), (out, q)))
-        k, v = pick.k(_flash_dims(k, v)), pick.k(_flash_dims(v, k))
+        key_dim, value_dim, pick = q.shape[-1], v.shape[-1], Picker(call.sequences, q.device)
+        q, k, v, dout, out = _equal_dims(q, k, v, dout, out, multiple=self.varlen.head_dim_multiple)
         dq, dk, dv = self.varlen.backward(
-            dout, q, k, v, out, pick.q(lse), *pick.sizes, call.causal, scale
-        )
+            *(pick.q(x) for x in (dout, q)), *(pick.k(x) for x in (k, v)),
+            *(pick.q(x) for x in (out, lse)), *pick.sizes, call.causal, scale,
+        )  # fmt: skip
         return dq[..., :key_dim], dk[..., :key_dim], dv[..., :value_dim]
 
 
-class _Picker:
-    """Query and key rows of a call, end to end, and their cumulative lengths on the device."""
-
-    def __init__(self, seq: Sequences, device: torch.device) -> None:
-        self.rows = [_row_index(seq.q_lo, seq.q_n, device), _row_index(seq.k_lo, seq.k_n, device)]
-        cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (seq.q_n, seq.k_n)]
-        self.sizes = (
-            *(torch.from_numpy(c).to(device) for c in cu),
-            int(seq.q_n.max()),
-            int(seq.k_n.max()),
-        )
-
-    def q(self, x: Tensor) -> Tensor:
-        return x[self.rows[0]]
-
-    def k(self, x: Tensor) -> Tensor:
-        return x[self.rows[1]]
-
-
-def _row_index(low: np.ndarray, count: np.ndarray, device: torch.device) -> slice | Tensor:
-    if (low[1:] == low[:-1] + count[:-1]).all():
-        return slice(int(low[0]), int(low[-1] + count[-1]))
-    from .layout import ranges
-
-    return torch.from_numpy(ranges(low, low + count)[0]).to(device)
-
-
-def _flash_dims(x: Tensor, other: Tensor) -> Tensor:
-    """Zero-padded to a head dim that flash kernels take: that of `other`, and a multiple of 8."""
-    size = -(-max(x.shape[-1], other.shape[-1]) // 8) * 8
-    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
-
-
-def _equal_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zero-padded to one head dim: the scores and the output do not change."""
-    size = max(x.shape[-1] for x in tensors)
+def _equal_dims(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Zero-padded to one head dim, a multiple of `multiple`: scores and output do not change."""
+    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
     return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
-
-
-def _each(seq: Sequences) -> Iterator[tuple[int, int, int, int]]:
-    return zip(*(c.tolist() for c in (seq.q_lo, seq.q_n, seq.k_lo, seq.k_n)), strict=True)
-
-
-def _batches(seq: Sequences) -> Iterator[tuple[Any, Any]]:
-    """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances."""
-    total, i = len(seq.q_lo), 0
-    step = [np.diff(seq.q_lo), np.diff(seq.k_lo)]
-    same = (np.diff(seq.q_n) == 0) & (np.diff(seq.k_n) == 0) & (step[0] >= 0) & (step[1] >= 0)
-    while i < total:
-        j = i
-        while j + 1 < total and same[j] and step[0][j] == step[0][i] and step[1][j] == step[1][i]:
-            j += 1
-        gap = (int(step[0][i]), int(step[1][i])) if j > i else (0, 0)
-        yield (
-            _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1),
-            _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1),
-        )
-        i = j + 1
-
-
-def _view(low: int, count: int, gap: int, batch: int) -> Any:
-    def view(x: Tensor) -> Tensor:
-        row, head, dim = x.stride()
-        size = (batch, x.shape[1], count, x.shape[2])
-        return x.as_strided(size, (gap * row, head, row, dim), x.storage_offset() + low * row)
-
-    return view
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, L, D] to [B L, H, D]."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _cat1(parts: list[Tensor]) -> Tensor:
@@ -281,14 +217,12 @@ def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
     gpu = device_type != "cpu"
     if name == "auto":
         if gpu and dtype not in HALF:
-            warnings.warn(f"flash kernels take no {dtype} on {device_type}: using the slow kernel 'math'", stacklevel=2)
+            warnings.warn(
+                f"flash kernels take no {dtype} on {device_type}: using the slow kernel 'math'",
+                stacklevel=2,
+            )
             return Math()
-        if gpu:
-            from . import flash
-
-            name = "flash" if flash.best(device_type) else "aten"
-        else:
-            name = "aten"
+        name = "flash" if gpu and flash.best(device_type) else "aten"
     if name == "math":
         return Math()
     if name not in ("aten", "flash"):
@@ -296,9 +230,9 @@ def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
     if name == "aten" and not gpu:
         return AtenCpu()
     if dtype not in HALF:
-        raise PlanError(f"kernel {name!r} on {device_type} takes fp16 and bf16, not {dtype}; use 'math'")
-    from . import flash
-
+        raise PlanError(
+            f"kernel {name!r} on {device_type} takes fp16 and bf16, not {dtype}; use 'math'"
+        )
     found = flash.AtenFlash() if name == "aten" else flash.find("flash")
     return VarlenKernel(found)
 

@@ -116,9 +116,10 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
     errors: dict[int, str] = {}
     first: tuple[int, BaseException | None] | None = None
     deadline = time.monotonic() + timeout_s
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    open_pipes: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in connection.wait(list(open_pipes), timeout=left):
+        ready: list[Any] = connection.wait(list(open_pipes), timeout=left)
+        for pipe in ready:
             rank = open_pipes.pop(pipe)
             try:
                 ok, value, cause = pickle.loads(pipe.recv_bytes())
@@ -132,7 +133,9 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 first = rank, cause
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     for rank in open_pipes.values():
-        errors[rank] = "still running when it was ended" if first else f"hung: no result in {timeout_s} s"
+        errors[rank] = (
+            "still running when it was ended" if first else f"hung: no result in {timeout_s} s"
+        )
     if errors:
         rank, cause = first or (min(errors), None)
         raise RankError(errors, rank, cause) from cause

@@ -30,7 +30,7 @@ class Pieces(NamedTuple):
     """Local runs of one rank, each inside one segment and one document; int64 arrays of equal length."""
 
     offset: np.ndarray  # first local index
-    count: np.ndarray  # tokens
+    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
     start: np.ndarray  # first global token; the next ones follow at the segment's stride
     stride: np.ndarray
     doc: np.ndarray

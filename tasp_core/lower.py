@@ -33,7 +33,7 @@ class Message(NamedTuple):
     peer: int
     buffer: str
     low: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     kind: int
     owner: int
     share: int
@@ -54,7 +54,7 @@ class Compute(NamedTuple):
 
     buffer: str
     low: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     gather: np.ndarray | None  # key rows to copy first, relative to `low`; None: read in place
     calls: tuple[Call, ...]
     grads: Runs | None  # contributions (relative to `low`) -> acc rows; None: own keys
@@ -100,7 +100,7 @@ class _Rows(NamedTuple):
     share: np.ndarray
     kind: np.ndarray
     unit: np.ndarray
-    count: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
     tag: np.ndarray
 
     def at(self, mask: np.ndarray) -> _Rows:
@@ -123,7 +123,7 @@ def _expand(plan: Plan, hops: Hops) -> _Rows:
     new[1:] = (np.diff(step) != 0) | (np.diff(src) != 0) | (np.diff(dst) != 0)
     first = np.flatnonzero(new)
     tag = np.arange(len(step)) - first[np.cumsum(new) - 1] if len(step) else step
-    return _Rows(*columns, unit[keep], count[keep], tag)
+    return _Rows._make([*columns, unit[keep], count[keep], tag])
 
 
 def _rounds(rows: np.ndarray, count: np.ndarray) -> tuple[Runs, ...]:
@@ -135,7 +135,13 @@ def _rounds(rows: np.ndarray, count: np.ndarray) -> tuple[Runs, ...]:
 
 
 def _compute(
-    buffer: str, low: int, count: int, queries: Pieces, keys: Pieces, causal: bool, grads: Runs | None
+    buffer: str,
+    low: int,
+    count: int,
+    queries: Pieces,
+    keys: Pieces,
+    causal: bool,
+    grads: Runs | None,
 ) -> Compute:
     """Tiles of the queries against key pieces whose offsets are rows from `low`."""
     tiles = tile(queries, keys, causal)
@@ -146,14 +152,12 @@ def _compute(
     if not (follows | (used.doc[1:] != used.doc[:-1])).all():
         gather = ranges(used.offset, used.offset + used.count)[0]
     calls = []
-    for is_causal, seq in ((False, tiles.full), (True, tiles.causal)):
+    for is_causal, seq in ((True, tiles.causal), (False, tiles.full)):
         if not len(seq.q_lo):
             continue
         if gather is None:
             seq = seq._replace(k_lo=used.offset[np.searchsorted(border, seq.k_lo)])
-        calls.append(
-            Call(is_causal, seq, _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n))
-        )
+        calls.append(Call(is_causal, seq, _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n)))
     return Compute(buffer, low, count, gather, tuple(calls), grads)
 
 
@@ -218,8 +222,8 @@ class _Lowering:
         low = np.zeros(len(rows.unit), dtype=np.int64)
         own, acc = rows.owner == self.rank, rows.kind == DKV
         low[own] = self.plan.units.low[rows.unit[own]]
-        for mask, place in ((~own & ~acc, self.arena), (acc, self.acc)):
-            low[mask] = place.of(rows.unit[mask])
+        for mask, where in ((~own & ~acc, self.arena), (acc, self.acc)):
+            low[mask] = where.of(rows.unit[mask])
         names = [ACC if a else OWN if o else ARENA for a, o in zip(acc, own, strict=True)]
         return _messages(rows, rows.dst, names, low)
 

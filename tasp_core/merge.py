@@ -38,7 +38,10 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
 
 
 def merge_(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
-    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype."""
-    lse, w1, w2 = _weights(lse1, lse2.to(lse1.dtype))
-    out1.mul_(w1[..., None]).add_(out2 * w2[..., None])
+    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype.
+
+    The weights add up to 1, so one interpolation does it; it is exact where either weight is 1.
+    """
+    lse, _, w2 = _weights(lse1, lse2.to(lse1.dtype))
+    out1.lerp_(out2.to(out1.dtype), w2[..., None])
     lse1.copy_(lse)

@@ -25,26 +25,13 @@ import numpy as np
 
 from .documents import Documents
 from .errors import LayoutError, PlanError
-from .layout import LAYOUTS, Layout, Pieces
-from .schedules import DKV, KINDS, Hops, Promise, Schedule, Table, build
+from .layout import Layout
+from .schedules import KINDS, Hops, Promise, Schedule, Table, build
 from .topology import MESH, Machine
 from .topology import machine as find_machine
+from .units import Units, cut_units
 
 SCHEMA = 1
-
-
-class Units(NamedTuple):
-    """The parts of shares: what one message carries. Unit ((owner * parts) + part) * shares + share.
-
-    `low` and `count` are the owner's local tokens; pieces `first[u] .. first[u + 1] - 1` make up
-    unit u, in local order, each inside one document.
-    """
-
-    parts: int
-    low: np.ndarray
-    count: np.ndarray
-    first: np.ndarray
-    pieces: Pieces
 
 
 @dataclass(frozen=True)
@@ -95,23 +82,7 @@ class Plan:
     @cached_property
     def units(self) -> Units:
         """The parts of every rank's shares, and the pieces of documents in them."""
-        shares = self.schedule.num_shares
-        lows, counts, numbers, pieces = [], [], [], []
-        for rank in range(self.ranks):
-            cuts = self.layout.share_cuts(rank, shares)
-            low = cuts[:, :-1].ravel()
-            part = self.layout.pieces(rank, np.unique(cuts))
-            # empty units share their low end with the next one; the last such unit has the tokens
-            number = np.searchsorted(low, part.offset, side="right") - 1
-            lows.append(low)
-            counts.append(np.diff(cuts, axis=1).ravel())
-            numbers.append(number + rank * len(low))
-            pieces.append(part._replace(offset=part.offset - low[number]))
-        low = np.concatenate(lows)
-        first = np.zeros(len(low) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(np.concatenate(numbers), minlength=len(low)), out=first[1:])
-        joined = Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
-        return Units(len(low) // (shares * self.ranks), low, np.concatenate(counts), first, joined)
+        return cut_units(self.layout, self.schedule.num_shares)
 
     def unit_of(self, hops: Hops, part: int) -> np.ndarray:
         """Number of the unit each hop moves for one part of its share."""
@@ -163,9 +134,11 @@ class Plan:
         try:
             data = json.loads(text)
             if data.get("schema") != SCHEMA:
-                raise PlanError(f"plan has schema {data.get('schema')!r}, this version reads {SCHEMA}")
+                raise PlanError(
+                    f"plan has schema {data.get('schema')!r}, this version reads {SCHEMA}"
+                )
             docs = Documents(**data["documents"])
-            machine = Machine(**data["machine"])
+            machine = _resolve_machine(Machine(**data["machine"]), data["ranks"])
             layout = Layout(data["layout"], docs, data["ranks"])
             if data["schedule"] == Table.name:
                 claim = Promise(*data["promise"])
@@ -310,15 +283,16 @@ def supports(
     "mask 'prefix_lm' is not supported; causal and full are (Documents.of(..., causal=...))"
     """
     if mask not in (None, "causal", "full"):
-        reason = f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
+        reason = (
+            f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
+        )
         return Support(False, reason)
     if heads is not None and (heads < 1 or heads % (kv_heads or heads)):
-        return Support(False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        return Support(
+            False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads"
+        )
     try:
         plan(docs, ranks, **options)
     except (PlanError, LayoutError, ValueError) as error:
         return Support(False, str(error))
     return Support(True, "yes")
-
-
-__all__ = ["DKV", "LAYOUTS", "Plan", "Support", "Units", "plan", "supports"]

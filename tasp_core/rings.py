@@ -163,7 +163,9 @@ def node_rings(node_size: int, num_nodes: int, *, rail_aligned: bool) -> Rings:
             "use schedule 'wave' (any node size) or 'tasp' over all ranks"
         )
     if u < 2:
-        raise TopologyError(f"paths through nodes need at least 2 nodes, got {u}; use 'tasp' on one node")
+        raise TopologyError(
+            f"paths through nodes need at least 2 nodes, got {u}; use 'tasp' on one node"
+        )
     ring, node, step = np.arange(m)[:, None, None], np.arange(u)[None, :, None], _zigzag(m)
     shift = node * (m // 2) if rail_aligned else 0
     return Rings((node * m + (ring + shift + step) % m).reshape(m, u * m), 0)

@@ -152,9 +152,9 @@ def _roll_rows(rows: Tensor, plan: Plan, group: Any, shift: int) -> Tensor:
     outgoing = rows[torch.from_numpy(np.concatenate(send)).to(rows.device)].contiguous()
     incoming = outgoing
     if plan.ranks > 1:
-        sizes = [[len(x) for x in part] for part in (arrive, send)]
-        incoming = rows.new_empty((sum(sizes[0]), *rows.shape[1:]))
-        dist.all_to_all_single(incoming, outgoing, *sizes, group=group)
+        into, out = ([len(x) for x in part] for part in (arrive, send))
+        incoming = rows.new_empty((sum(into), *rows.shape[1:]))
+        dist.all_to_all_single(incoming, outgoing, into, out, group=group)
     result = torch.zeros_like(rows)
     result[torch.from_numpy(np.concatenate(arrive)).to(rows.device)] = incoming
     return result

@@ -100,10 +100,14 @@ def tile(queries: Pieces, keys: Pieces, causal: bool) -> Tiles:
     rows = np.where(last_of_q, queries.count[q], following) - full
     some = rows > 0
     low = doc_first[k[some]]
-    whole = Sequences(queries.offset[q[some]] + full[some], rows[some], low, border[k[some] + 1] - low)
+    whole = Sequences(
+        queries.offset[q[some]] + full[some], rows[some], low, border[k[some] + 1] - low
+    )
     size = full - first
     some = size > 0
-    square = Sequences(queries.offset[q[some]] + first[some], size[some], border[k[some]], size[some])
+    square = Sequences(
+        queries.offset[q[some]] + first[some], size[some], border[k[some]], size[some]
+    )
     return Tiles(used, whole, square)
 
 

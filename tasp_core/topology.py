@@ -50,11 +50,15 @@ class Machine:
         for key in ("node_size", "num_nodes"):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 1:
-                raise TopologyError(f"machine {self.name!r}: {key} must be a whole number >= 1, got {value!r}")
+                raise TopologyError(
+                    f"machine {self.name!r}: {key} must be a whole number >= 1, got {value!r}"
+                )
         for key in ("link_gbps", "port_gbps", "nic_gbps", "latency_s"):
             value = getattr(self, key)
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise TopologyError(f"machine {self.name!r}: {key} must be a finite number >= 0, got {value!r}")
+                raise TopologyError(
+                    f"machine {self.name!r}: {key} must be a finite number >= 0, got {value!r}"
+                )
         if self.node_size > 1 and not (self.link_gbps or self.port_gbps):
             raise TopologyError(
                 f"machine {self.name!r}: ranks of a node have no route; give link_gbps or port_gbps"
@@ -106,7 +110,9 @@ class Machine:
 
 MESH = Machine("mesh", 1, link_gbps=64.3, nic_gbps=50.0, source="64.3:50 as H100 pair : NIC")
 PRESETS = {
-    "mi300x": Machine("mi300x", 8, link_gbps=64.0, nic_gbps=50.0, source="7 xGMI links, vendor peak"),
+    "mi300x": Machine(
+        "mi300x", 8, link_gbps=64.0, nic_gbps=50.0, source="7 xGMI links, vendor peak"
+    ),
     "h100": Machine("h100", 8, port_gbps=450.0, nic_gbps=50.0, source="NVLink 4 and 400 Gb/s NICs"),
 }
 

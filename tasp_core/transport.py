@@ -35,7 +35,11 @@ class Exchange:
         self.on_cpu = dist.get_backend(group) == "gloo"
 
     def _device(self) -> torch.device:
-        return torch.device("cpu") if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        return (
+            torch.device("cpu")
+            if self.on_cpu
+            else torch.device("cuda", torch.cuda.current_device())
+        )
 
     def handshake(self, note: dict[str, str]) -> None:
         """Compare what every rank is about to do; the same error on all ranks where they differ.
@@ -78,11 +82,15 @@ class Exchange:
             for m in messages:
                 rows = buffers[m.buffer][m.low : m.low + m.count]
                 tag = t % TAGS * TAGS + m.tag % TAGS
-                works.append((dist.P2POp(op, rows, group=self.group, tag=tag, group_peer=m.peer), m))
+                works.append(
+                    (dist.P2POp(op, rows, group=self.group, tag=tag, group_peer=m.peer), m)
+                )
         if not works:
             return lambda: None
         pending = dist.batch_isend_irecv([w[0] for w in works])
-        named = [m for _, m in works] if len(pending) == len(works) else [works[0][1]] * len(pending)
+        named = (
+            [m for _, m in works] if len(pending) == len(works) else [works[0][1]] * len(pending)
+        )
         sends = {id(m) for m in step.sends}
 
         def wait() -> None:

@@ -19,7 +19,7 @@ from ..check import Report, check
 from ..documents import Documents
 from ..launch import launch
 from ..plan import Plan, plan
-from .llama import TinyLlama
+from .llama import Block
 from .measure import Inputs, Judge, as_dict, sent_bytes, verify
 from .results import write
 from .text import manual_row
@@ -57,10 +57,9 @@ def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
     """q, k, v of a packed row of real text from a tiny Llama's first block, and its documents."""
     torch.manual_seed(0)
     ids, docs = manual_row(tokens)
-    model = TinyLlama(dim=128, layers=1, heads=8, kv_heads=4)
+    embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
     with torch.no_grad():
-        positions = torch.from_numpy(docs.positions())
-        q, k, v = model.blocks[0].heads(model.embed(torch.from_numpy(ids)), positions)
+        q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
     return Inputs(q, k, v, torch.randn_like(q)), docs
 
 
@@ -82,7 +81,9 @@ def attend_all(
 def _busiest(row: Row) -> str:
     src, dst, shares = row.report.busiest
     amount = f"{shares / row.plan.schedule.num_shares:.2f} KV"
-    return f"{src}>{dst} {amount}" if row.report.min_load != row.report.max_load else f"all {amount}"
+    return (
+        f"{src}>{dst} {amount}" if row.report.min_load != row.report.max_load else f"all {amount}"
+    )
 
 
 def error_table(rows: list[Row]) -> Grid:
@@ -107,7 +108,9 @@ def error_table(rows: list[Row]) -> Grid:
     return grid
 
 
-def demo(out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, steps: int = 30) -> bool:
+def demo(
+    out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, steps: int = 30
+) -> bool:
     """Run it all, print it, write the result file; whether everything was right."""
     start = time.perf_counter()
 
@@ -115,7 +118,9 @@ def demo(out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, ste
         console.print(f"{time.perf_counter() - start:5.1f} s  {text}", highlight=False)
 
     inputs, docs = real_inputs(tokens)
-    say(f"packed {tokens} bytes of Python's manual: {len(docs.lengths)} documents, {docs.num_pairs} pairs")
+    say(
+        f"packed {tokens} bytes of Python's manual: {len(docs.lengths)} documents, {docs.num_pairs} pairs"
+    )
     small = plan(docs, 4, schedule="tasp", layout="zigzag")
     console.print(f"\n{small}\n\n{check(small)}\n", highlight=False, soft_wrap=True)
     rows = attend_all(inputs, docs, ranks, say)
@@ -142,7 +147,7 @@ def demo(out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, ste
     return right
 
 
-def _train(rank: int, group: Any, ranks: int, options: dict[str, int]) -> list[float]:
+def _train(rank: int, group: Any, ranks: int, options: dict[str, Any]) -> list[float]:
     return train(rank, group, ranks, **options)
 
 

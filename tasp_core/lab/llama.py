@@ -34,7 +34,10 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, 4 * dim, bias=False),
+            nn.Linear(2 * dim, dim, bias=False),
+        )
 
     def heads(self, x_TD: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, H, D], k [T, K, D], v [T, K, D] of normed inputs, q and k rotated."""

@@ -101,19 +101,20 @@ class Judge:
         self.exact = oracle(q, k, v, docs, dout=dout)
         plain = resolve(kernel, q.device.type, q.dtype)
         self.plain = oracle(q, k, v, docs, dout=dout, kernel=plain)
-        self.eps = torch.finfo(q.dtype).eps
+        self.single, self.limits = {}, {}
+        for name in NAMES:
+            exact = self.exact[name]
+            self.single[name] = _largest(self.plain[name].double() - exact)
+            eps = torch.finfo(self.plain[name].dtype).eps
+            self.limits[name] = max(2 * self.single[name], FLOOR_ULP * eps * _largest(exact))
 
     def errors(self, pieces: Sequence[Sequence[Tensor]], plan: Plan) -> Errors:
         """Errors of the ranks' pieces (out, lse, dq, dk, dv each)."""
-        ours, single, limit = {}, {}, {}
+        ours = {}
         for i, name in enumerate(NAMES):
-            exact = self.exact[name]
             whole = unshard([p[i] for p in pieces], plan)
-            ours[name] = _largest(whole.double() - exact)
-            single[name] = _largest(self.plain[name].double() - exact)
-            eps = self.eps if name != "lse" or self.eps < 1e-10 else torch.finfo(torch.float32).eps
-            limit[name] = max(2 * single[name], FLOOR_ULP * eps * _largest(exact))
-        return Errors(ours, single, limit)
+            ours[name] = _largest(whole.double() - self.exact[name])
+        return Errors(ours, self.single, self.limits)
 
 
 def _largest(x: Tensor) -> float:

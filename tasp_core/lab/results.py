@@ -14,7 +14,7 @@ SCHEMA = 1
 
 def environment() -> dict[str, Any]:
     """What a figure depends on besides the code: versions, processor, cores; no names, no paths."""
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("torch", "numpy", "networkx", "flash-attn"):
         try:
             packages[name] = version(name)
@@ -24,7 +24,9 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "packages": packages,
     }
 

@@ -34,7 +34,9 @@ def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any
 
 EXCHANGES = ("p2p", "all_to_all")
 OPTIONS = {"wave": ("exchange", "blocks", "twins"), "all_gather": ()}
-DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {"wave": _wave_options}
+DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
+    "wave": _wave_options
+}
 
 
 def build(name: str, machine: Machine, options: Mapping[str, Any] | None = None) -> Schedule:

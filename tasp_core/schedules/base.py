@@ -91,7 +91,7 @@ class Hops(NamedTuple):
         """Hops of one kind from arrays that broadcast together, where `mask` holds."""
         *columns, keep = np.broadcast_arrays(step, src, dst, owner, share, mask)
         flat = [np.ascontiguousarray(c[keep], dtype=np.int64) for c in columns]
-        return cls(*flat, np.full(flat[0].shape, kind, dtype=np.int64))
+        return cls._make([*flat, np.full(flat[0].shape, kind, dtype=np.int64)])
 
 
 class Promise(NamedTuple):
@@ -106,6 +106,9 @@ class Promise(NamedTuple):
     inside: int
     across: int
     buffer: float
+
+
+RING_PROMISE = Promise(1, 1, 2.0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Table(Schedule):
 
     words: tuple[str, ...] = ()
     shares: int = 1
-    claim: Promise = Promise(1, 1, 2.0)
+    claim: Promise = RING_PROMISE
 
     name = "table"
 

@@ -59,7 +59,9 @@ class Wave(Schedule):
         for key, least in (("blocks", 1), ("twins", 0)):
             value = getattr(self, key)
             if not isinstance(value, int) or value < least:
-                raise PlanError(f"schedule {self.name!r}: {key} must be a whole number >= {least}, got {value!r}")
+                raise PlanError(
+                    f"schedule {self.name!r}: {key} must be a whole number >= {least}, got {value!r}"
+                )
         if self.twins and (self.ranks == self.node_size or self.node_size == 1):
             raise PlanError(
                 f"schedule 'wave': twins={self.twins} need at least two nodes of two ranks; use twins=0"

@@ -1,0 +1,276 @@
+"""The command line: demo, rings, plan, check, run, bench, doctor; every one takes --json.
+
+Exit codes: 0 fine, 1 a result is wrong, 2 the question was. Commands that need tensors import them
+when they run, so that planning works and stays quick on machines without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .check import Report
+from .check import check as prove
+from .documents import Documents
+from .errors import PlanError
+from .layout import layouts
+from .plan import Plan
+from .plan import plan as make_plan
+from .rings import decompose
+from .schedules import schedules
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    help="Sequence-parallel attention as data: plan it, prove it, run it.",
+)  # fmt: skip
+console = Console(highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Ranks = Annotated[int, typer.Option(help="Degree of sequence parallelism.")]
+Docs = Annotated[str, typer.Option(help="Document lengths in tokens, e.g. 137,2041,89 or 512x8.")]
+ScheduleName = Annotated[str, typer.Option("--schedule", help=", ".join(schedules()))]
+LayoutName = Annotated[str, typer.Option("--layout", help=", ".join(layouts()))]
+MachineName = Annotated[
+    str | None, typer.Option(help="mi300x, h100, meshN, each with xU for U nodes, or a JSON file.")
+]
+Options = Annotated[
+    str, typer.Option("--options", help="Schedule options, e.g. blocks=15,twins=14.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Full mask instead of causal.")]
+
+
+def lengths(text: str) -> list[int]:
+    """Document lengths from "137,2041,89" or "512x8" (eight of 512).
+
+    >>> lengths("3,2x2")
+    [3, 2, 2]
+    """
+    result: list[int] = []
+    for item in filter(None, text.replace(" ", "").split(",")):
+        size, _, times = item.partition("x")
+        if not (size.isdigit() and (times.isdigit() or "x" not in item)):
+            raise PlanError(f"cannot read document length {item!r}; write 137 or 512x8")
+        result += [int(size)] * int(times or 1)
+    return result
+
+
+def _options(text: str) -> dict[str, Any]:
+    pairs = (item.partition("=") for item in filter(None, text.replace(" ", "").split(",")))
+    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
+
+
+def _plan(
+    docs: str, ranks: int, schedule: str, layout: str, machine: str | None, options: str, full: bool
+) -> Plan:
+    row = Documents.of(lengths(docs), causal=not full)
+    return make_plan(
+        row, ranks, schedule=schedule, layout=layout, machine=machine,
+        schedule_options=_options(options),
+    )  # fmt: skip
+
+
+def _show(data: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(data) + "\n")
+
+
+def _report(report: Report) -> dict[str, Any]:
+    return {
+        "max_load": report.max_load, "min_load": report.min_load, "links_busy": report.busy,
+        "pairs": report.pairs, "peak_travelling_kv": report.peak_shards,
+        "messages": report.messages, "tokens_sent": report.tokens_sent.tolist(),
+        "work_max_mean": report.balance, "work_max_mean_worst_step": report.step_balance,
+    }  # fmt: skip
+
+
+@app.command()
+def rings(
+    n: Annotated[int, typer.Argument(help="Ranks.")],
+    json_: Json = False,
+) -> None:
+    """Split the complete digraph on N ranks into Hamiltonian cycles, and prove it."""
+    found = decompose(n).verify()
+    if json_:
+        _show({"n": n, "fold": found.fold, "cycles": found.cycles})
+        return
+    console.print(
+        f"{len(found)} rings on {n} ranks use each of {n * (n - 1)} links "
+        f"{'once' if found.fold == 1 else 'twice'} (proved)"
+    )
+    for i, cycle in enumerate(found.cycles):
+        console.print(f"ring {i}: {' > '.join(map(str, cycle))} > {cycle[0]}")
+
+
+@app.command("plan")
+def plan_command(
+    docs: Docs = "4096",
+    ranks: Ranks = 4,
+    schedule: ScheduleName = "tasp",
+    layout: LayoutName = "zigzag",
+    machine: MachineName = None,
+    options: Options = "",
+    full: Full = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Show the backward table.")] = False,
+    json_: Json = False,
+) -> None:
+    """Print a plan: its table of hops, or with --json the plan itself."""
+    p = _plan(docs, ranks, schedule, layout, machine, options, full)
+    if json_:
+        sys.stdout.write(p.to_json() + "\n")
+        return
+    console.print(p.summary())
+    console.print(p.table(backward=backward))
+    counts = ", ".join(map(str, p.layout.counts.tolist()))
+    console.print(f"tokens a rank: {counts}; fingerprint {p.fingerprint()[:16]}")
+
+
+@app.command()
+def check(
+    docs: Docs = "4096",
+    ranks: Ranks = 4,
+    schedule: ScheduleName = "tasp",
+    layout: LayoutName = "zigzag",
+    machine: MachineName = None,
+    options: Options = "",
+    full: Full = False,
+    file: Annotated[
+        Path | None, typer.Option(help="A plan's JSON file instead of options.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Prove a plan right; exit 1 and show the step at fault when it is wrong."""
+    if file is not None:
+        if not file.is_file():
+            raise PlanError(f"no plan file {str(file)!r}; write one with: plan --json > FILE")
+        p = Plan.from_json(file.read_text())
+    else:
+        p = _plan(docs, ranks, schedule, layout, machine, options, full)
+    try:
+        report = prove(p)
+    except PlanError as error:
+        if json_:
+            _show({"ok": False, "error": str(error)})
+        else:
+            console.print(f"WRONG: {error}")
+        raise typer.Exit(1) from None
+    if json_:
+        _show({"ok": True, **_report(report)})
+    else:
+        console.print(f"{p.summary()}\n{report}")
+
+
+@app.command()
+def run(
+    docs: Docs = "137,2041,89",
+    ranks: Ranks = 4,
+    schedule: ScheduleName = "tasp",
+    layout: LayoutName = "zigzag",
+    machine: MachineName = None,
+    options: Options = "",
+    full: Full = False,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q, k and v.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    kernel: Annotated[str, typer.Option(help="auto, math, aten or flash.")] = "auto",
+    json_: Json = False,
+) -> None:
+    """Run a plan on real ranks of this machine, forward and backward, against the float64 oracle."""
+    import torch
+
+    from .lab.measure import Inputs, as_dict, sent_bytes, verify
+
+    kind = getattr(torch, dtype, None)
+    if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise PlanError(f"dtype {dtype!r} is not one of float32, bfloat16, float16, float64")
+    p = _plan(docs, ranks, schedule, layout, machine, options, full)
+    inputs = Inputs.random(p.docs.total, heads, kv_heads, head_dim, dtype=kind)
+    errors, seconds = verify(p, inputs, kernel=kernel)
+    sent = sent_bytes(p, kv_heads, 2 * head_dim, kind)
+    if json_:
+        _show({**as_dict(errors), "seconds": seconds, "bytes_sent": sent})
+    else:
+        console.print(p.summary())
+        for name, error in errors.ours.items():
+            plain = errors.plain[name]
+            console.print(f"{name:>4}: error {error:.2e} (plain kernel {plain:.2e})")
+        for name, totals in sent.items():
+            console.print(f"{name}: at most {max(totals):,} bytes sent by a rank")
+        verdict = "right" if errors.ok else "WRONG"
+        console.print(f"{verdict}; slowest rank {max(seconds):.3f} s, forward and backward")
+    raise typer.Exit(0 if errors.ok else 1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/demo.json"),
+    tokens: Annotated[int, typer.Option(help="Tokens of the packed row.")] = 4096,
+    ranks: Ranks = 8,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 30,
+    json_: Json = False,
+) -> None:
+    """The main job: real text, every schedule on real ranks, the proof, the errors, training."""
+    from .lab.demo import demo as run_demo
+
+    right = run_demo(
+        out, Console(quiet=True) if json_ else console, tokens=tokens, ranks=ranks, steps=steps
+    )
+    if json_:
+        sys.stdout.write(out.read_text())
+    raise typer.Exit(0 if right else 1)
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="overhead")],
+    out: Annotated[Path | None, typer.Option(help="Result file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure; the output is compared with the oracle first."""
+    from .lab.bench import overhead
+    from .lab.results import write
+
+    if what != "overhead":
+        raise PlanError(f"no benchmark {what!r}; known is overhead")
+    result = overhead()
+    if out is not None:
+        write(out, "overhead", **result)
+    if json_:
+        _show(result)
+    elif result["errors"]["ok"]:
+        c = result["config"]
+        console.print(
+            f"{c['ranks']} ranks, {c['tokens']} tokens, {c['heads']} heads of {c['head_dim']}, "
+            f"{c['layout']} {c['schedule']}, causal forward: {result['ratio']:.3f} x the CPU time "
+            "of the plain kernel on one process"
+        )
+    raise typer.Exit(0 if result["errors"]["ok"] else 1)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Versions, devices, kernels found and why others were not, and a ping between two real ranks."""
+    from .lab.doctor import examine
+
+    found = examine()
+    if json_:
+        _show(found)
+    else:
+        for key, value in found.items():
+            console.print(f"{key}:")
+            for name, text in value.items():
+                console.print(f"  {name:<12} {text}")
+    raise typer.Exit(0 if found["ranks"]["ping"].startswith("ok") else 1)
+
+
+def main() -> None:
+    """Run the command line; errors a user can cause end in one message and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        sys.exit(2)

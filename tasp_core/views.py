@@ -1,0 +1,73 @@
+"""Rows of a kernel call's sequences, as kernels want them: batches of views, or rows end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import ranges
+from .tiles import Sequences
+
+
+class Picker:
+    """Query and key rows of a call, end to end, and their cumulative lengths on the device."""
+
+    def __init__(self, seq: Sequences, device: torch.device) -> None:
+        self.rows = [row_index(seq.q_lo, seq.q_n, device), row_index(seq.k_lo, seq.k_n, device)]
+        cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (seq.q_n, seq.k_n)]
+        self.sizes = (
+            *(torch.from_numpy(c).to(device) for c in cu),
+            int(seq.q_n.max()),
+            int(seq.k_n.max()),
+        )
+
+    def q(self, x: Tensor) -> Tensor:
+        return x[self.rows[0]]
+
+    def k(self, x: Tensor) -> Tensor:
+        return x[self.rows[1]]
+
+
+def row_index(low: np.ndarray, count: np.ndarray, device: torch.device) -> slice | Tensor:
+    if (low[1:] == low[:-1] + count[:-1]).all():
+        return slice(int(low[0]), int(low[-1] + count[-1]))
+    return torch.from_numpy(ranges(low, low + count)[0]).to(device)
+
+
+def each(seq: Sequences) -> Iterator[tuple[int, int, int, int]]:
+    return zip(*(c.tolist() for c in (seq.q_lo, seq.q_n, seq.k_lo, seq.k_n)), strict=True)
+
+
+def batches(seq: Sequences) -> Iterator[tuple[Any, Any]]:
+    """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances."""
+    total, i = len(seq.q_lo), 0
+    step = [np.diff(seq.q_lo), np.diff(seq.k_lo)]
+    same = (np.diff(seq.q_n) == 0) & (np.diff(seq.k_n) == 0) & (step[0] >= 0) & (step[1] >= 0)
+    while i < total:
+        j = i
+        while j + 1 < total and same[j] and step[0][j] == step[0][i] and step[1][j] == step[1][i]:
+            j += 1
+        gap = (int(step[0][i]), int(step[1][i])) if j > i else (0, 0)
+        yield (
+            _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1),
+            _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1),
+        )
+        i = j + 1
+
+
+def _view(low: int, count: int, gap: int, batch: int) -> Any:
+    def view(x: Tensor) -> Tensor:
+        row, head, dim = x.stride()
+        size = (batch, x.shape[1], count, x.shape[2])
+        return x.as_strided(size, (gap * row, head, row, dim), x.storage_offset() + low * row)
+
+    return view
+
+
+def end_to_end(x: Tensor) -> Tensor:
+    """[B, H, L, D] to [B L, H, D]."""
+    return x.transpose(1, 2).flatten(0, 1)

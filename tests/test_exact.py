@@ -1,0 +1,170 @@
+"""Exactness on real ranks: schedule x layout x mask x P x documents x heads against float64.
+
+A sampled matrix here; all of it with `pytest -m full`. A case passes when out, lse, dq, dk and dv
+are within twice the plain single-device kernel's own error against float64, or within 8 roundings
+of the largest value where documents are so short that the kernel's own error is a few roundings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import tasp_core as tasp
+from tasp_core.kernels import AtenCpu, oracle
+from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
+
+DOCUMENTS = ((300,), (137, 2041, 89), (0, 137, 0, 1, 62), (1,) * 40, (7, 3))
+HEADS = ((4, 4), (8, 2), (6, 1))
+HEAD_DIM = 16
+BATCH = 120  # cases a launch
+
+
+class Case(NamedTuple):
+    ranks: int
+    schedule: str
+    machine: str | None
+    layout: str
+    causal: bool
+    documents: tuple[int, ...]
+    heads: tuple[int, int]
+
+    def plan(self) -> tasp.Plan:
+        docs = tasp.Documents.of(self.documents, causal=self.causal)
+        return tasp.plan(
+            docs, self.ranks, schedule=self.schedule, layout=self.layout, machine=self.machine
+        )
+
+
+def matrix(ranks: int) -> list[Case]:
+    """Every supported case at this P; each schedule also over two or more nodes where it can."""
+    machines = [None, *[f"mesh{m}x{ranks // m}" for m in range(1, ranks) if ranks % m == 0][-1:]]
+    keys = itertools.product(tasp.schedules(), machines, tasp.layouts(), (True, False))
+    plans = [
+        k for k in keys
+        if tasp.supports([9], ranks, schedule=k[0], machine=k[1], layout=k[2])
+        and (k[1] is None or k[0] not in ("ring", "tasp", "all_gather"))  # nodes change nothing
+    ]  # fmt: skip
+    return [
+        Case(ranks, s, m, lay, causal, d, h)
+        for (s, m, lay, causal), d, h in itertools.product(plans, DOCUMENTS, HEADS)
+    ]
+
+
+@cache
+def prepared(documents: tuple[int, ...], causal: bool, heads: tuple[int, int]):
+    docs = tasp.Documents.of(documents, causal=causal)
+    inputs = Inputs.random(docs.total, *heads, HEAD_DIM, seed=sum(documents) + heads[0])
+    return inputs, Judge(inputs, docs)
+
+
+def local_errors(rank, group, cases):
+    """This rank's largest error of each result of each case."""
+    found = []
+    for case in cases:
+        inputs, judge = prepared(case.documents, case.causal, case.heads)
+        p = case.plan()
+        results, _ = run_rank(rank, group if case.ranks > 1 else None, p, inputs)
+        row = []
+        for name, mine in zip(NAMES, results, strict=True):
+            gap = mine.double() - tasp.shard(judge.exact[name], p, rank)
+            row.append(float(gap.abs().max()) if gap.numel() else 0.0)
+        found.append(row)
+    return found
+
+
+def failures(cases: list[Case]) -> list[str]:
+    for case in cases:  # before the fork, so that ranks share them
+        prepared(case.documents, case.causal, case.heads)
+    by_rank = tasp.launch(local_errors, cases[0].ranks, cases, timeout_s=280)
+    bad = []
+    for i, case in enumerate(cases):
+        worst = dict(zip(NAMES, np.max([r[i] for r in by_rank], axis=0), strict=True))  # keeps NaN
+        _, judge = prepared(case.documents, case.causal, case.heads)
+        limits = judge.limits
+        bad += [
+            f"{case}: {n} {worst[n]:.2e} > {limits[n]:.2e}"
+            for n in NAMES
+            if not worst[n] <= limits[n]
+        ]
+    return bad
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_sampled_matrix(ranks):
+    cases = random.Random(ranks).sample(matrix(ranks), 24)
+    assert failures(cases) == []
+
+
+FULL = [(p, i) for p in range(1, 9) for i in range(-(-len(matrix(p)) // BATCH))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "part"), FULL)
+def test_full_matrix(ranks, part):
+    assert failures(matrix(ranks)[part * BATCH : (part + 1) * BATCH]) == []
+
+
+def test_the_judge_rejects_a_wrong_result():
+    inputs, judge = prepared((300,), True, (4, 4))
+    p = tasp.plan([300], 1)
+    pieces, _ = run_rank(0, None, p, inputs)
+    assert judge.errors([pieces], p).ok
+    for i in range(5):
+        wrong = [x.clone() for x in pieces]
+        wrong[i].view(-1)[17] += 1e-4
+        assert not judge.errors([wrong], p).ok
+        wrong[i].view(-1)[17] = float("nan")
+        assert not judge.errors([wrong], p).ok
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "per_document"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_rank_is_the_plain_kernel_bit_for_bit(documents, layout, dtype):
+    docs = tasp.Documents.of(documents)
+    inputs = Inputs.random(docs.total, 4, 2, HEAD_DIM, dtype=dtype)
+    ours, _ = run_rank(0, None, tasp.plan(docs, 1, layout=layout), inputs)
+    q, k, v, dout = inputs.tensors()
+    plain = oracle(q, k, v, docs, dout=dout, kernel=AtenCpu())
+    for name, mine in zip(NAMES, ours, strict=True):
+        assert torch.equal(mine, plain[name]), name
+
+
+def results_of(rank, group, plans, inputs):
+    return [run_rank(rank, group, p, inputs)[0] for p in plans]
+
+
+def test_two_runs_give_the_same_bits():
+    docs = tasp.Documents.of([137, 641, 89])
+    plans = [
+        tasp.plan(docs, 4, schedule=s, layout=lay, machine=m)
+        for s, m in (("ring", None), ("tasp", None), ("all_gather", None), ("wave", "mesh2x2"))
+        for lay in ("zigzag", "striped")
+    ]
+    inputs = Inputs.random(docs.total, 4, 2, HEAD_DIM)
+    first, second = (tasp.launch(results_of, 4, plans, inputs) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert all(map(torch.equal, x, y))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "tasp", "wave"])
+def test_n1_bf16_error_does_not_grow_with_ranks(schedule):
+    docs = tasp.Documents.of([137, 1700, 211])
+    inputs = Inputs.random(docs.total, 4, 2, 32, dtype=torch.bfloat16)
+    judge = Judge(inputs, docs)
+    base = None
+    for ranks in (1, 2, 4, 8):
+        p = tasp.plan(docs, ranks, schedule=schedule)
+        pieces = tasp.launch(results_of, ranks, [p], inputs)
+        errors = judge.errors([x[0] for x in pieces], p).ours
+        base = base or errors
+        for name in ("out", "dq", "dk", "dv"):
+            assert errors[name] <= 1.1 * base[name], (ranks, name, errors[name], base[name])
