@@ -20,6 +20,7 @@ from .plan import Plan
 from .schedules import DKV, KV, Hops
 from .tiles import pair_table, take, working_order
 
+MOST_STEPS = 1_000_000
 NEVER = np.iinfo(np.int64).max // 2
 
 
@@ -104,11 +105,13 @@ class _Checker:
         for hops, backward in ((self.hops, False), (self.back, True)):
             ranks_ok = [(c >= 0) & (c < self.n) for c in (hops.src, hops.dst, hops.owner)]
             good = np.logical_and.reduce(ranks_ok) & (hops.src != hops.dst)
-            good &= (hops.share >= 0) & (hops.share < self.shares)
+            good &= (hops.share >= 0) & (hops.share < self.shares) & (hops.step < MOST_STEPS)
             bad = np.flatnonzero(~good)
             if bad.size:
                 what = f"a hop names a rank outside 0..{self.n - 1}, a share outside 0..{self.shares - 1}"
-                self.fail(f"{what} or its own sender", hops, bad[0], backward)
+                self.fail(
+                    f"{what}, its own sender or a step beyond {MOST_STEPS}", hops, bad[0], backward
+                )
 
     def holding(self) -> None:
         hops = self.hops
@@ -181,7 +184,13 @@ class _Checker:
             if over.size:
                 at = tuple(over[0])
                 where = ">".join(map(str, at[1:]))
-                row = int(np.flatnonzero(hops.step == at[0])[0])
+                crossing = node[hops.src] != node[hops.dst]
+                ends = {
+                    "link": [hops.src, hops.dst], "NIC out": [hops.src], "NIC in": [hops.dst],
+                }[what]  # fmt: skip
+                fits = np.logical_and.reduce([e == r for e, r in zip(ends, at[1:], strict=True)])
+                fits &= (hops.step == at[0]) & (crossing == (what != "link"))
+                row = int(np.flatnonzero(fits)[-1])
                 self.fail(
                     f"{what} {where} carries {loads[at]} shares in step {at[0]}, {limit} are promised;",
                     hops, row,
@@ -205,7 +214,8 @@ class _Checker:
         promised = self.plan.schedule.promise.buffer
         if peak > promised + 1e-9:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
-            row = int(np.flatnonzero(hops.step == min(step, int(hops.step.max())))[0])
+            into = (hops.dst == where) & (hops.step <= step)
+            row = int(np.flatnonzero(into)[-1])
             self.fail(
                 f"rank {where} holds {peak:.3g} travelling KV in step {step}, {promised:.3g} are promised;",
                 hops, row,

@@ -15,7 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from .errors import PlanError
+from .errors import PlanError, whole
+
+
+def _whole_numbers(values: Any) -> np.ndarray | None:
+    """A 1-D int64 array of the values, or None where one of them is not a whole number."""
+    try:
+        found = np.array(values)
+        if found.ndim != 1 or found.dtype.kind not in "iuf":
+            return np.zeros(0, dtype=np.int64) if found.size == 0 and found.ndim == 1 else None
+        if not np.isfinite(found).all():
+            return None
+        return found.astype(np.int64) if (found == np.floor(found)).all() else None
+    except (TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +49,11 @@ class Documents:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        cu = np.array(self.cu_seqlens)
-        if (
-            cu.ndim != 1
-            or cu.size < 1
-            or not (np.issubdtype(cu.dtype, np.integer) or (cu == cu.astype(np.int64)).all())
-        ):
+        cu = _whole_numbers(self.cu_seqlens)
+        if cu is None or not cu.size:
             raise PlanError(
                 f"cu_seqlens must be a 1-D list of whole numbers, got {self.cu_seqlens!r}"
             )
-        cu = cu.astype(np.int64)
         if cu[0] != 0:
             raise PlanError(f"cu_seqlens must begin with 0, got {cu[0]}; prepend a 0")
         drops = np.flatnonzero(np.diff(cu) < 0)
@@ -55,10 +63,8 @@ class Documents:
                 f"cu_seqlens must not decrease, but entry {d + 1} is {cu[d + 1]} after {cu[d]}; "
                 "documents are given in row order and do not overlap"
             )
-        if self.window is not None and (int(self.window) != self.window or self.window < 1):
-            raise PlanError(
-                f"window must be a whole number >= 1 (it counts the token itself), got {self.window}"
-            )
+        if self.window is not None:
+            object.__setattr__(self, "window", whole(self.window, "window", 1, PlanError))
         cu.flags.writeable = False
         object.__setattr__(self, "cu_seqlens", cu)
         object.__setattr__(self, "causal", bool(self.causal))
@@ -73,10 +79,11 @@ class Documents:
             PlanError: a length is negative or not a whole number; a window below 1.
         """
         items = list(lengths)
-        bad = [x for x in items if int(x) != x or x < 0]
-        if bad:
-            raise PlanError(f"document lengths must be whole numbers >= 0, got {bad[0]!r}")
-        cu = np.concatenate([[0], np.cumsum(np.array(items, dtype=np.int64))])
+        sizes = _whole_numbers(items)
+        if sizes is None or (sizes < 0).any():
+            bad = next((x for x in items if (n := _whole_numbers([x])) is None or n[0] < 0), items)
+            raise PlanError(f"document lengths must be whole numbers >= 0, got {bad!r}")
+        cu = np.concatenate([[0], np.cumsum(sizes)])
         return cls(cu.astype(np.int64), causal, window)
 
     @classmethod
@@ -93,7 +100,7 @@ class Documents:
         Raises:
             PlanError: entries decrease, do not begin with 0, or do not end at `total`.
         """
-        docs = cls(np.asarray(cu_seqlens), causal, window)
+        docs = cls(cu_seqlens, causal, window)
         if total is not None and docs.total != total:
             word = "overruns" if docs.total > total else "stops short of"
             raise PlanError(
@@ -116,6 +123,8 @@ class Documents:
     def num_pairs(self) -> int:
         """Visible (query, key) pairs of the row: what attention has to compute."""
         length = self.lengths
+        if self.total > 2**31:  # exact integers where int64 would overflow
+            length = length.astype(object)
         if not self.causal:
             w = length if self.window is None else np.minimum(length, self.window)
             # a full mask with a window sees w - 1 tokens on either side

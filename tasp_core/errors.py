@@ -3,6 +3,10 @@
 All are `ValueError`s except `TransportError`, which reports a peer that stopped answering.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class PlanError(ValueError):
     """A plan that cannot be built, is wrong, or does not fit the tensors or the group."""
@@ -18,3 +22,18 @@ class TopologyError(ValueError):
 
 class TransportError(RuntimeError):
     """A message that did not arrive; names rank, step, peer and share."""
+
+
+def whole(value: Any, what: str, least: int, error: type[ValueError]) -> int:
+    """`value` as an int, if it is a whole number of at least `least`; else the error says so.
+
+    >>> whole(4.0, "ranks", 1, PlanError)
+    4
+    """
+    try:
+        number = int(value)
+        if number == value and number >= least and not isinstance(value, bool | str):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise error(f"{what} must be a whole number >= {least}, got {value!r}")

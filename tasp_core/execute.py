@@ -23,6 +23,7 @@ from .lower import ACC, ARENA, LANDING, OWN, Compute, Program, Runs, Step, lower
 from .merge import merge_
 from .plan import Plan
 from .transport import Exchange, Wait
+from .views import once
 
 program_of = lru_cache(maxsize=128)(lower)
 MANY = 8  # from this number of runs on, one indexed operation instead of one for each run
@@ -63,9 +64,14 @@ def _views(runs: Runs, device: torch.device) -> Iterator[tuple[Any, Any]]:
         for s, d, n in zip(*(c.tolist() for c in runs), strict=True):
             yield slice(s, s + n), slice(d, d + n)
         return
-    pair = (ranges(low, low + runs.count)[0] for low in (runs.src, runs.dst))
-    src, dst = (torch.from_numpy(index).to(device) for index in pair)
-    yield src, dst
+
+    def index(low: np.ndarray) -> Tensor:
+        return torch.from_numpy(ranges(low, low + runs.count)[0]).to(device)
+
+    yield (
+        once(runs.src, "rows", device, lambda: index(runs.src)),
+        once(runs.dst, "rows", device, lambda: index(runs.dst)),
+    )
 
 
 def _add(target: Tensor, source: Tensor, runs: Runs) -> None:
@@ -85,9 +91,10 @@ class _Keys:
 
     def __init__(self, compute: Compute, buffers: dict[str, Tensor], dtype: torch.dtype, dim: int):
         rows = buffers[compute.buffer][compute.low : compute.low + compute.count]
-        self.gather = None
-        if compute.gather is not None:
-            self.gather = torch.from_numpy(compute.gather).to(rows.device)
+        self.gather, index = None, compute.gather
+        if index is not None:
+            device = rows.device
+            self.gather = once(index, "rows", device, lambda: torch.tensor(index, device=device))
             rows = rows.index_select(0, self.gather)
         self.rows = rows.to(dtype)
         self.k, self.v = self.rows[..., :dim], self.rows[..., dim:]
@@ -236,8 +243,3 @@ class Attention(torch.autograd.Function):
         grads = run_backward(ctx.run, dout, q, k, v, out, lse)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
         return None, dq, dk, dv
-
-
-def as_numpy(x: Tensor) -> np.ndarray:
-    """A tensor's values on the host, widened to float64."""
-    return x.detach().double().cpu().numpy()

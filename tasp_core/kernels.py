@@ -171,7 +171,7 @@ class VarlenKernel(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
-        value_dim, pick = v.shape[-1], Picker(call.sequences, q.device)
+        value_dim, pick = v.shape[-1], Picker.of(call.sequences, q.device)
         q, k, v = _equal_dims(q, k, v, multiple=self.varlen.head_dim_multiple)
         q, k, v = pick.q(q), pick.k(k), pick.k(v)
         out, lse = self.varlen.forward(q, k, v, *pick.sizes, call.causal, scale)
@@ -181,7 +181,8 @@ class VarlenKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
         scale: float,
     ) -> Triple:  # fmt: skip
-        key_dim, value_dim, pick = q.shape[-1], v.shape[-1], Picker(call.sequences, q.device)
+        key_dim, value_dim = q.shape[-1], v.shape[-1]
+        pick = Picker.of(call.sequences, q.device)
         q, k, v, dout, out = _equal_dims(q, k, v, dout, out, multiple=self.varlen.head_dim_multiple)
         dq, dk, dv = self.varlen.backward(
             *(pick.q(x) for x in (dout, q)), *(pick.k(x) for x in (k, v)),
@@ -191,9 +192,13 @@ class VarlenKernel(Kernel):
 
 
 def _equal_dims(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Zero-padded to one head dim, a multiple of `multiple`: scores and output do not change."""
+    """Zero-padded to one head dim, a multiple of `multiple`: scores and output do not change.
+
+    The head dim is made innermost in memory where it is not: flash kernels take that for granted.
+    """
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in tensors)
+    whole = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in whole)
 
 
 def _cat1(parts: list[Tensor]) -> Tensor:

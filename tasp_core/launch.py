@@ -105,8 +105,6 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 12
         try:
             return _collect(pipes, timeout_s)
         finally:
-            for process in processes:
-                process.join(0.0 if process.exitcode is None else None)
             _end(processes)
 
 

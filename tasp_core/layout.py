@@ -9,7 +9,8 @@ Four ranks, one document, "0" = held by rank 0:
     striped       0123 0123 0123 0123          blocks: 1; even too, but every tile is a stripe
     per_document  zigzag inside each document  blocks: all fronts, all backs
 
-Ranks may hold different counts: bounds are floor(T * i / pieces), so no length needs padding.
+Ranks may hold different counts, so no length needs padding: what 2P does not divide makes the first
+zigzag blocks one token longer, where a token has the least work.
 A new layout is one function in LAYOUTS.
 """
 
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .documents import Documents
-from .errors import LayoutError
+from .errors import LayoutError, whole
 
 
 class Pieces(NamedTuple):
@@ -60,6 +61,19 @@ def ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(sizes.sum()) - first[owner] + low[owner], owner
 
 
+def _bounds(length: np.ndarray, start: np.ndarray, pieces: int, i: int | np.ndarray) -> np.ndarray:
+    """Where block i of a document's `pieces` blocks begins, from the document's own start.
+
+    Blocks differ by at most one token. The longer ones begin where the document before left off
+    (start mod pieces), so that short documents fill all blocks alike.
+    """
+    even, extra = length // pieces, length % pieces
+    first = start % pieces
+    wrapped = np.maximum(first + extra - pieces, 0)
+    longer = np.clip(i - first, 0, extra - wrapped) + np.minimum(i, wrapped)
+    return even * i + longer
+
+
 def _contiguous(docs: Documents, ranks: int, rank: int) -> Shard:
     """equal runs in row order; cheapest to explain, uneven causal work"""
     lo, hi = docs.total * rank // ranks, docs.total * (rank + 1) // ranks
@@ -68,7 +82,7 @@ def _contiguous(docs: Documents, ranks: int, rank: int) -> Shard:
 
 def _zigzag(docs: Documents, ranks: int, rank: int) -> Shard:
     """block r and block 2P-1-r of 2P blocks of the row: equal causal work on one document"""
-    bound = docs.total * np.arange(2 * ranks + 1) // (2 * ranks)
+    bound = _bounds(np.array(docs.total), np.array(0), 2 * ranks, np.arange(2 * ranks + 1))
     at = np.array([rank, 2 * ranks - 1 - rank])
     sizes = bound[at + 1] - bound[at]
     segments = np.stack([bound[at], bound[at + 1], np.ones(2, dtype=np.int64)], axis=1)
@@ -83,11 +97,10 @@ def _striped(docs: Documents, ranks: int, rank: int) -> Shard:
 
 def _per_document(docs: Documents, ranks: int, rank: int) -> Shard:
     """zigzag inside every document: equal causal work, but every document visits every rank"""
-    # the phase spreads what 2P does not divide over all chunks instead of always the last
     pieces, start, length = 2 * ranks, docs.cu_seqlens[:-1], docs.lengths
 
     def bound(i: int) -> np.ndarray:
-        return start + (length * i + start % pieces) // pieces
+        return start + _bounds(length, start, pieces, i)
 
     front = np.stack([bound(rank), bound(rank + 1)], axis=1)
     back = np.stack([bound(pieces - 1 - rank), bound(pieces - rank)], axis=1)
@@ -117,7 +130,7 @@ class Layout:
 
     >>> layout = Layout("zigzag", Documents.of([10]), 2)
     >>> [layout.tokens(r).tolist() for r in (0, 1)]
-    [[0, 1, 7, 8, 9], [2, 3, 4, 5, 6]]
+    [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
     """
 
     name: str
@@ -127,8 +140,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
             raise LayoutError(f"no layout {self.name!r}; known are {', '.join(LAYOUTS)}")
-        if int(self.ranks) != self.ranks or self.ranks < 1:
-            raise LayoutError(f"ranks must be a whole number >= 1, got {self.ranks!r}")
+        object.__setattr__(self, "ranks", whole(self.ranks, "ranks", 1, LayoutError))
 
     def __reduce__(self) -> tuple[type[Layout], tuple[str, Documents, int]]:
         return Layout, (self.name, self.docs, self.ranks)

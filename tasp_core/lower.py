@@ -184,12 +184,10 @@ class _Lowering:
 
     def __init__(self, plan: Plan, rank: int, backward: bool) -> None:
         self.plan, self.rank, self.backward = plan, rank, backward
+        self.queries = plan.layout.pieces(rank)
         rows = _expand(plan, plan.hops(rank, backward=backward))
         self.rows = rows
-        self.queries = plan.layout.pieces(rank)
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
-        if plan.schedule.exchange == "all_to_all":  # every rank takes part in every step
-            self.steps = plan.schedule.num_steps(backward=backward)
         arrivals = rows.at((rows.dst == rank) & (rows.kind == KV))
         sends = rows.at((rows.src == rank) & (rows.kind == KV) & (rows.owner != rank))
         self.arrivals = arrivals
@@ -262,8 +260,11 @@ class _Lowering:
     def program(self) -> Program:
         rows, rank = self.rows, self.rank
         last = int(self.arrivals.step.max()) + 1 if len(self.arrivals.step) else 0
+        count = max(self.steps, last + 1)
+        if self.plan.schedule.exchange == "all_to_all":  # every rank takes part in every step
+            count = self.plan.schedule.num_steps(backward=self.backward) + 1
         steps = []
-        for t in range(max(self.steps, last + 1)):
+        for t in range(count):
             here = rows.during(t)
             if self.plan.schedule.collective and t == 0:
                 here = here.at(here.kind == DKV)

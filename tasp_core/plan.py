@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .documents import Documents
-from .errors import LayoutError, PlanError
+from .errors import PlanError, whole
 from .layout import Layout
 from .schedules import KINDS, Hops, Promise, Schedule, Table, build
 from .topology import MESH, Machine
@@ -74,8 +74,8 @@ class Plan:
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
         table = Table(
-            self.ranks, old.node_size, words=tuple(words), shares=shares,
-            claim=promise or old.promise,
+            self.ranks, old.node_size, old.exchange, tuple(words),
+            whole(shares, "num_shares", 1, PlanError), promise or old.promise,
         )  # fmt: skip
         return replace(self, schedule=table)
 
@@ -137,21 +137,32 @@ class Plan:
                 raise PlanError(
                     f"plan has schema {data.get('schema')!r}, this version reads {SCHEMA}"
                 )
+            if not isinstance(data["documents"]["causal"], bool):
+                raise PlanError("documents.causal must be true or false")
             docs = Documents(**data["documents"])
+            _refuse_window(docs)
             machine = _resolve_machine(Machine(**data["machine"]), data["ranks"])
             layout = Layout(data["layout"], docs, data["ranks"])
-            if data["schedule"] == Table.name:
-                claim = Promise(*data["promise"])
-                words = tuple(data["hops"])
-                schedule: Schedule = Table(
-                    data["ranks"], data["node_size"], words=words, shares=data["num_shares"],
-                    claim=claim,
-                )  # fmt: skip
-            else:
-                schedule = build(data["schedule"], machine, data["options"])
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(f"not a plan: {type(error).__name__} {error}") from None
+            schedule = cls._read_schedule(data, machine)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
+            raise PlanError(f"not a plan: {kind}{error}") from None
         return cls(docs, layout, schedule, machine)
+
+    @staticmethod
+    def _read_schedule(data: dict[str, Any], machine: Machine) -> Schedule:
+        if data["schedule"] == Table.name:
+            return Table(
+                machine.ranks, data["node_size"], data["options"].get("exchange", "p2p"),
+                tuple(data["hops"]), whole(data["num_shares"], "num_shares", 1, PlanError),
+                Promise(*data["promise"]),
+            )  # fmt: skip
+        schedule = build(data["schedule"], machine, data["options"])
+        if schedule.node_size != data["node_size"]:
+            raise PlanError(
+                f"node_size is {data['node_size']}, the machine's is {schedule.node_size}"
+            )
+        return schedule
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.docs, self.layout, self.schedule, self.machine)
@@ -210,6 +221,14 @@ class Support(NamedTuple):
         return self.ok
 
 
+def _refuse_window(docs: Documents) -> None:
+    if docs.window is not None:
+        raise PlanError(
+            f"a sliding window (window={docs.window}) is not compiled by any schedule yet; "
+            "use window=None"
+        )
+
+
 def _resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
     if machine is None:
         return replace(MESH, name=f"mesh{ranks}", node_size=ranks)
@@ -248,16 +267,10 @@ def plan(
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
     """
-    if isinstance(ranks, bool) or int(ranks) != ranks or ranks < 1:
-        raise PlanError(f"ranks must be a whole number >= 1, got {ranks!r}")
-    ranks = int(ranks)
+    ranks = whole(ranks, "ranks", 1, PlanError)
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
-    if docs.window is not None:
-        raise PlanError(
-            f"a sliding window (window={docs.window}) is not compiled by any schedule yet; "
-            "use window=None"
-        )
+    _refuse_window(docs)
     if intra != 1:
         raise PlanError(f"intra={intra} is not supported yet; use intra=1 (any head counts work)")
     found = _resolve_machine(machine, ranks)
@@ -287,12 +300,13 @@ def supports(
             f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
         )
         return Support(False, reason)
-    if heads is not None and (heads < 1 or heads % (kv_heads or heads)):
+    shared = heads if kv_heads is None else kv_heads
+    if heads is not None and (heads < 1 or shared is None or shared < 1 or heads % shared):
         return Support(
             False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads"
         )
     try:
         plan(docs, ranks, **options)
-    except (PlanError, LayoutError, ValueError) as error:
+    except ValueError as error:
         return Support(False, str(error))
     return Support(True, "yes")

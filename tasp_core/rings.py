@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .errors import TopologyError
+from .errors import TopologyError, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,9 @@ class Rings:
 
     array: np.ndarray
     fold: int
+
+    def __post_init__(self) -> None:
+        self.array.flags.writeable = False  # decompositions are shared by all plans
 
     @property
     def cycles(self) -> tuple[tuple[int, ...], ...]:
@@ -107,7 +110,6 @@ def _even(n: int) -> np.ndarray:
     return np.array([*cycles, [b, *path]])
 
 
-@lru_cache(maxsize=64)
 def decompose(n: int) -> Rings:
     """Split the complete digraph on n ranks into Hamiltonian cycles that load every link equally.
 
@@ -123,8 +125,11 @@ def decompose(n: int) -> Rings:
     >>> decompose(8).fold, decompose(8).cycles[-1]
     (1, (7, 2, 3, 5, 1, 6, 0, 4))
     """
-    if int(n) != n or n < 1:
-        raise TopologyError(f"decompose(n) needs a whole number of ranks >= 1, got {n!r}")
+    return _decompose(whole(n, "decompose(n): n, the number of ranks,", 1, TopologyError))
+
+
+@lru_cache(maxsize=64)
+def _decompose(n: int) -> Rings:
     if n == 1:
         return Rings(np.zeros((0, 1), dtype=np.int64), 1)
     if n % 2 == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,22 @@ from torch import Tensor
 
 from .layout import ranges
 from .tiles import Sequences
+
+Made = TypeVar("Made")
+_MADE: dict[tuple[int, str, torch.device], Any] = {}
+
+
+def once(array: np.ndarray, kind: str, device: torch.device, make: Callable[[], Made]) -> Made:
+    """make(), remembered for as long as the program that owns `array` lives.
+
+    A program's indices go to a device once, not at every layer of every step. What is made must
+    not keep `array` itself alive.
+    """
+    key = (id(array), kind, device)
+    if key not in _MADE:
+        _MADE[key] = make()
+        weakref.finalize(array, _MADE.pop, key, None)
+    return _MADE[key]
 
 
 class Picker:
@@ -24,6 +41,11 @@ class Picker:
             int(seq.q_n.max()),
             int(seq.k_n.max()),
         )
+
+    @classmethod
+    def of(cls, seq: Sequences, device: torch.device) -> Picker:
+        """The picker of these sequences, made once a device."""
+        return once(seq.q_lo, "picker", device, lambda: cls(seq, device))
 
     def q(self, x: Tensor) -> Tensor:
         return x[self.rows[0]]

@@ -171,7 +171,6 @@ def test_links(wrong, what, step, link):
 
 @pytest.mark.parametrize(("wrong", "what", "step", "link"), OVERLOADED)
 def test_links_name_a_hop_of_the_link_at_fault(wrong, what, step, link):
-    # BUG: the hop named is the step's first one, whatever link it uses
     assert re.search(rf" at t{step} {link} kv", refused(wrong, what, step=step))
 
 
@@ -192,7 +191,6 @@ def test_memory(wrong, what, step, most, rank):
 
 @pytest.mark.parametrize(("wrong", "what", "step", "most", "rank"), HOARDING)
 def test_memory_names_a_hop_into_the_rank_at_fault(wrong, what, step, most, rank):
-    # BUG: the hop named is the step's first one, whatever rank it goes to
     assert re.search(rf" at t{step} \d>{rank} kv", refused(wrong, what, step=step))
 
 

@@ -41,8 +41,6 @@ def test_cu_seqlens_must_end_with_the_row(total, word):
 
 @pytest.mark.parametrize("cu", [["0", "x"], [0, None], [[0], [1, 2]], [0, float("nan")], None])
 def test_cu_seqlens_that_are_no_numbers(cu):
-    # BUG: None entries raise TypeError, words and ragged lists a ValueError that is no PlanError;
-    # nan is refused only after a RuntimeWarning about the cast, an error under our own settings
     with pytest.raises(PlanError, match="whole numbers"):
         Documents.from_cu_seqlens(cu)
 
@@ -55,7 +53,6 @@ def test_bad_lengths(lengths):
 
 @pytest.mark.parametrize("lengths", [[float("nan")], [float("inf")], ["x"], [None]])
 def test_lengths_that_are_no_numbers(lengths):
-    # BUG: int(x) raises ValueError, OverflowError or TypeError of its own before the check
     with pytest.raises(PlanError, match="document lengths must be whole numbers >= 0"):
         Documents.of(lengths)
 
@@ -123,7 +120,6 @@ def test_num_pairs_of_long_rows():
 
 
 def test_num_pairs_beyond_int64():
-    # BUG: length * (length + 1) wraps around in int64 and the count is wrong without a word
     assert Documents.of([2**33]).num_pairs == 2**33 * (2**33 + 1) // 2
 
 

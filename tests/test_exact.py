@@ -3,6 +3,7 @@
 A sampled matrix here; all of it with `pytest -m full`. A case passes when out, lse, dq, dk and dv
 are within twice the plain single-device kernel's own error against float64, or within 8 roundings
 of the largest value where documents are so short that the kernel's own error is a few roundings.
+The largest error of a short row is a matter of luck, so the kernel's own is the worst of four rows.
 """
 
 from __future__ import annotations
@@ -60,15 +61,18 @@ def matrix(ranks: int) -> list[Case]:
 @cache
 def prepared(documents: tuple[int, ...], causal: bool, heads: tuple[int, int]):
     docs = tasp.Documents.of(documents, causal=causal)
-    inputs = Inputs.random(docs.total, *heads, HEAD_DIM, seed=sum(documents) + heads[0])
-    return inputs, Judge(inputs, docs)
+    seeds = [sum(documents) + heads[0] + 1000 * i for i in range(4 if docs.total < 500 else 1)]
+    rows = [Inputs.random(docs.total, *heads, HEAD_DIM, seed=s) for s in seeds]
+    judges = [Judge(inputs, docs) for inputs in rows]
+    limits = {n: max(judge.limits[n] for judge in judges) for n in NAMES}
+    return rows[0], judges[0], limits
 
 
 def local_errors(rank, group, cases):
     """This rank's largest error of each result of each case."""
     found = []
     for case in cases:
-        inputs, judge = prepared(case.documents, case.causal, case.heads)
+        inputs, judge, _ = prepared(case.documents, case.causal, case.heads)
         p = case.plan()
         results, _ = run_rank(rank, group if case.ranks > 1 else None, p, inputs)
         row = []
@@ -86,8 +90,7 @@ def failures(cases: list[Case]) -> list[str]:
     bad = []
     for i, case in enumerate(cases):
         worst = dict(zip(NAMES, np.max([r[i] for r in by_rank], axis=0), strict=True))  # keeps NaN
-        _, judge = prepared(case.documents, case.causal, case.heads)
-        limits = judge.limits
+        _, _, limits = prepared(case.documents, case.causal, case.heads)
         bad += [
             f"{case}: {n} {worst[n]:.2e} > {limits[n]:.2e}"
             for n in NAMES
@@ -112,7 +115,7 @@ def test_full_matrix(ranks, part):
 
 
 def test_the_judge_rejects_a_wrong_result():
-    inputs, judge = prepared((300,), True, (4, 4))
+    inputs, judge, _ = prepared((300,), True, (4, 4))
     p = tasp.plan([300], 1)
     pieces, _ = run_rank(0, None, p, inputs)
     assert judge.errors([pieces], p).ok

@@ -6,6 +6,7 @@ runs real lowered programs, so that gathering, rounds and padding are tried on a
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core import execute, kernels
+from tasp_core import execute, kernels, views
 from tasp_core.kernels import AtenCpu, Math, VarlenKernel, oracle, resolve
 from tasp_core.lab.measure import NAMES, Inputs, Judge
 from tasp_core.lower import Call
@@ -170,3 +171,18 @@ def test_the_door_says_what_it_cannot_do():
         resolve("aten", "cuda", torch.float32)
     with pytest.warns(UserWarning, match="slow kernel 'math'"):
         assert resolve.__wrapped__("auto", "cuda", torch.float32).name == "math"
+
+
+def test_what_is_remembered_for_a_program_goes_with_it():
+    before = len(views._MADE)
+    docs = tasp.Documents.of([5] * 40)
+    inputs = Inputs.random(docs.total, 2, 2, 8)
+    in_one_process(plan := tasp.plan(docs, 1), inputs)
+    arrays = [np.arange(3)]
+    for array in arrays:
+        views.once(array, "rows", torch.device("cpu"), lambda a=len(array): torch.zeros(a))
+    assert len(views._MADE) > before
+    del plan, array, arrays
+    execute.program_of.cache_clear()
+    gc.collect()
+    assert len(views._MADE) == before

@@ -151,6 +151,8 @@ def test_zigzag_blocks_are_the_front_and_the_back():
         [0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]
     ]  # fmt: skip
     assert layout.share_cuts(0, 2).tolist() == [[0, 1, 2], [2, 3, 4]]
+    assert layout.shard(3).segments.tolist() == [[6, 10, 1]]  # adjacent blocks are one segment
+    assert layout.shard(3).blocks.tolist() == [0, 2, 4]
     assert Layout("striped", Documents.of([9]), 4).tokens(1).tolist() == [1, 5]
     packed = Layout("per_document", Documents.of([4, 8]), 2)
     assert packed.tokens(0).tolist() == [0, 4, 5, 3, 10, 11]
@@ -243,7 +245,6 @@ def test_ranks_that_do_not_exist(name, rank):
 
 
 def test_whole_floats_count_ranks_or_are_refused():
-    # BUG: int(ranks) == ranks lets 4.0 in, then range(4.0) raises TypeError
     try:
         layout = Layout("zigzag", Documents.of([40]), 4.0)
     except LayoutError:

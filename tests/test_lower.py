@@ -1,23 +1,25 @@
 """Lowering: programs fit in few rows and calls, both ends agree, and they compute the right thing.
 
-The last is proved by an interpreter of programs in NumPy. Tensors hold integers instead of floats:
-a key is its global token id, a query's result counts how often it met each key, and a key's
-gradient how often each query met it. Rows in flight are poisoned, as a careless reader would see.
+The last is proved by an interpreter of programs on integers: a key is its token id, a query's result
+counts how often it met each key, a key's gradient how often each query met it.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasp_core import Documents, LayoutError, Plan, Program, layouts, lower, plan, schedules, supports
-from tasp_core.lower import ACC, ARENA, LANDING, OWN, Compute
+from tasp_core import Documents, LayoutError, Plan, layouts, lower, plan, schedules, supports
+from tasp_core.buffers import place
+from tasp_core.lower import ACC, ARENA, LANDING, OWN, Call, Compute, Program
+from tasp_core.tiles import tile
 
 ROWS = ((64,), (7, 3), (40, 1, 0, 23), (1,) * 9, (2,), (0,), ())
 SEEDED = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -29,15 +31,18 @@ def machines(ranks: int) -> list[str | None]:
     return [None] + [f"mesh{m}x{ranks // m}" for m in range(1, ranks) if ranks % m == 0]
 
 
-def plans(ranks: int, rows=ROWS, layout_names=None) -> Iterator[Plan]:
-    """Every schedule x machine x layout x mask that is supported, over the rows."""
-    names = layout_names or list(layouts())
-    for schedule, machine, layout in itertools.product(schedules(), machines(ranks), names):
-        for lengths, causal in itertools.product(rows, (True, False)):
-            docs = Documents.of(lengths, causal=causal)
-            options = {"schedule": schedule, "machine": machine, "layout": layout}
-            if supports(docs, ranks, **options):
-                yield plan(docs, ranks, **options)
+@pytest.fixture(scope="module")
+def sample():
+    """Plans of every number of ranks, schedule and layout, and their forward or backward programs."""
+    dice, some = random.Random(0), []
+    for ranks, schedule, layout in itertools.product(
+        (1, 2, 3, 4, 6), schedules(), 4 * [*layouts()]
+    ):
+        docs = Documents.of(dice.choice(ROWS), causal=dice.random() < 0.5)
+        options = {"schedule": schedule, "layout": layout, "machine": dice.choice(machines(ranks))}
+        if supports(docs, ranks, **options):
+            some.append(plan(docs, ranks, **options))
+    return [(p, programs(p, backward=b)) for p in some for b in (False, True)]
 
 
 def programs(p: Plan, *, backward: bool = False) -> list[Program]:
@@ -48,97 +53,69 @@ def most(p: Plan) -> int:
     return int(p.layout.counts.max())
 
 
-def many_plans() -> Iterator[Plan]:
-    for ranks in (1, 2, 3, 4, 6):
-        yield from plans(ranks)
-
-
 # ---- what programs cost
 
 
-@pytest.mark.parametrize("name", ["ring", "tasp", "tasp_paths", "tasp_rails", "wave"])
-@pytest.mark.parametrize("total", [96, 97, 311])
-def test_travelling_keys_of_two_ranks_are_enough(name, total):
+@pytest.mark.parametrize("name", ["ring", "tasp", "wave", "tasp_paths", "tasp_rails"])
+@pytest.mark.parametrize("uneven", [0, 1, 5])
+def test_travelling_keys_of_two_ranks_are_enough(name, uneven):
     seen = 0
-    for p in (q for n in (2, 3, 4, 6, 8) for q in plans(n, rows=((total,),))):
-        if p.schedule.name != name:
+    for ranks, layout in itertools.product((2, 3, 4, 6), layouts()):
+        machine = machines(ranks)[-1] if "_" in name else None
+        if not supports([9], ranks, schedule=name, machine=machine):
             continue
-        seen += 1
-        # floor-rounded shares of unequal ranks: up to one row for each share and block at hand
-        exact = p.docs.total % (2 * p.ranks * p.schedule.num_shares) == 0
-        blocks = 1 if p.layout.name in ("contiguous", "striped") else 2
-        extra = 0 if exact or name == "ring" else 2 * blocks * (p.ranks - 1)
+        options = {"schedule": name, "machine": machine, "layout": layout}
+        shares = plan([9], ranks, **options).schedule.num_shares
+        p = plan([4 * ranks * shares + uneven], ranks, **options)
+        # shares are cut by floor: a row more for each share at hand and block of its rank
+        blocks = 1 if layout in ("contiguous", "striped") else 2
+        extra = blocks * (ranks - 1) if uneven and shares > 1 else 0
         for program in programs(p) + programs(p, backward=True):
             assert program.arena_rows <= 2 * most(p) + extra, (str(p), program.arena_rows)
-    assert seen
-
-
-@pytest.mark.parametrize("ranks", [2, 5, 8])
-def test_a_relay_needs_exactly_two_slots_whatever_the_ranks(ranks):
-    p = plan([16 * ranks * (ranks - 1)], ranks, schedule="ring")
-    assert [x.arena_rows for x in programs(p)] == [2 * most(p) if ranks > 2 else most(p)] * ranks
+        seen += 1
+    assert seen >= 4
 
 
 @pytest.mark.parametrize(("m", "u"), [(4, 1), (2, 2), (1, 4), (3, 2)])
 def test_a_wave_needs_less_rows_the_more_blocks_it_has(m, u):
-    n = m * u
-    total = n * n * (n - 1) * 4
-    rows = {}
+    n, rows = m * u, {}
     for blocks in (1, 2, n - 1, 2 * (n - 1)):
         options = {"blocks": blocks, "twins": 0}
-        p = plan([total], n, schedule="wave", machine=f"mesh{m}x{u}", schedule_options=options)
-        arenas = {x.arena_rows for x in programs(p)}
-        # as many steps of arrivals as are alive at once, each the others' block
-        assert max(arenas) <= p.schedule.promise.buffer * most(p)
-        rows[blocks] = max(arenas)
-    assert rows[1] == (n - 1) * most(p)  # one block: every other rank's keys at once
-    assert rows[2 * (n - 1)] < rows[n - 1] == 2 * most(p) or n == 2
-    assert sorted(rows.values(), reverse=True) == [rows[b] for b in sorted(rows)]
+        where = {"machine": f"mesh{m}x{u}", "schedule_options": options}
+        p = plan([4 * n * (n - 1)], n, schedule="wave", **where)
+        rows[blocks] = max(x.arena_rows for x in programs(p))
+        assert rows[blocks] <= p.schedule.promise.buffer * most(p)
+    assert rows[1] == most(p) * (n - 1 if m > 1 else 2)  # one block: everything of a node at once
+    assert rows[n - 1] <= 2 * most(p)
+    assert rows[1] >= rows[2] > rows[n - 1] > rows[2 * (n - 1)] or m == 1
 
 
-def test_a_gathered_row_lies_in_rank_order():
-    p = plan([33], 4, schedule="all_gather")
-    for program in programs(p):
-        assert program.collective == "all_gather"
-        assert program.gathered_rows == most(p)
-        assert program.arena_rows == 4 * most(p)
-        assert not any(s.sends or s.recvs for s in program.steps)
-
-
-def test_at_most_two_calls_a_step_and_few_copies():
+def test_at_most_two_calls_a_step_and_no_copies_where_layouts_are_dense(sample):
     counted = 0
-    for p in many_plans():
-        still = p.layout.name in ("contiguous", "zigzag") and p.schedule.name != "all_gather"
-        for program in programs(p) + programs(p, backward=True):
-            for step in program.steps:
-                calls = step.compute.calls if step.compute else ()
-                assert [c.causal for c in calls] in ([], [False], [True], [False, True])
-                counted += len(calls)
-                if still and step.compute:
-                    assert step.compute.gather is None, str(p)
-        assert all(s.compute is None or s.compute.low >= 0 for s in program.steps)
-    assert counted > 1000
-
-
-def test_calls_are_square_where_causal_and_never_empty():
-    for p in many_plans():
-        for program in programs(p):
-            for call in (c for s in program.steps if s.compute for c in s.compute.calls):
+    for p, lowered in sample:
+        dense = p.layout.name in ("contiguous", "zigzag") and p.schedule.name != "all_gather"
+        gathered = most(p) * p.ranks if p.schedule.collective else None
+        assert all(gathered in (None, x.arena_rows) for x in lowered)
+        for step in (s for x in lowered for s in x.steps if s.compute):
+            masks = [call.causal for call in step.compute.calls]
+            assert len(masks) == len(set(masks))  # one FULL, one CAUSAL
+            counted += len(masks)
+            assert step.compute.gather is None or not dense, str(p)
+            for call in step.compute.calls:
                 seq = call.sequences
-                assert len(seq.q_n) > 0
-                assert (seq.q_n > 0).all()
-                assert (seq.k_n > 0).all()
+                assert min(len(seq.q_n), *seq.q_n, *seq.k_n) > 0
                 assert not call.causal or (seq.q_n == seq.k_n).all()
+    assert counted > 1000
 
 
 # ---- both ends of every link agree
 
 
-def test_sends_equal_receives():
+def test_sends_equal_receives(sample):
     moved = 0
-    for p, backward in itertools.product(many_plans(), (False, True)):
+    for p, lowered in sample:
         sends, recvs = Counter(), Counter()
-        for rank, program in enumerate(programs(p, backward=backward)):
+        for rank, program in enumerate(lowered):
             for t, step in enumerate(program.steps):
                 for m in step.sends:
                     sends[t, rank, m.peer, m.kind, m.owner, m.share, m.count, m.tag] += 1
@@ -149,7 +126,7 @@ def test_sends_equal_receives():
                 assert all(m.count > 0 and m.peer != rank for m in step.sends + step.recvs)
         assert sends == recvs, str(p)
         moved += sends.total()
-    assert moved > 10000
+    assert moved > 5000
 
 
 @pytest.mark.parametrize("name", ["ring", "tasp", "wave"])
@@ -158,12 +135,12 @@ def test_every_rank_takes_part_in_every_collective_step(name, lengths):
     # BUG: ranks whose last arrival has no tokens run one step less than the others, forward
     # plan([3], 8, schedule="ring", schedule_options={"exchange": "all_to_all"})
     for ranks, backward in itertools.product((2, 4, 8), (False, True)):
-        options = {"exchange": "all_to_all"}
-        p = plan(lengths, ranks, schedule=name, schedule_options=options)
+        p = plan(lengths, ranks, schedule=name, schedule_options={"exchange": "all_to_all"})
         assert len({len(x.steps) for x in programs(p, backward=backward)}) == 1, (ranks, backward)
 
 
 def test_a_rank_that_does_not_exist():
+    # BUG: IndexError, although the docstring promises LayoutError
     with pytest.raises(LayoutError, match="rank 4 does not exist"):
         lower(plan([8], 4), 4)
 
@@ -175,59 +152,54 @@ class Machine:
     """One rank: token ids for keys, counts [rows, tokens] for results and gradients."""
 
     def __init__(self, p: Plan, program: Program) -> None:
-        self.program, total = program, p.docs.total
-        self.tokens = p.tokens(program.rank)
-        self.keys = {OWN: self.tokens.copy(), ARENA: np.full(program.arena_rows, POISON)}
-        self.sums = {
+        self.program, self.tokens, total = program, p.tokens(program.rank), p.docs.total
+        self.buffers = {
+            OWN: self.tokens.copy(),
+            ARENA: np.full(program.arena_rows, POISON),
             ACC: np.full((program.acc_rows, total), POISON),
             LANDING: np.full((program.landing_rows, total), POISON),
         }
-        self.result = np.zeros((len(self.tokens), total), dtype=int)
-        self.grad = np.zeros((len(self.tokens), total), dtype=int)
+        self.result, self.grad = np.zeros((2, len(self.tokens), total), dtype=int)
 
-    def rows(self, message) -> np.ndarray:
-        buffers = self.keys if message.buffer in self.keys else self.sums
-        assert message.low + message.count <= len(buffers[message.buffer])
-        return buffers[message.buffer][message.low : message.low + message.count]
+    def rows(self, place) -> np.ndarray:
+        """The rows of a message or a compute step."""
+        buffer = self.buffers[place.buffer]
+        assert 0 <= place.low <= place.low + place.count <= len(buffer)
+        return buffer[place.low : place.low + place.count]
 
-    def meet(self, call, keys: np.ndarray, results: np.ndarray) -> np.ndarray:
+    def meet(self, call: Call, keys: np.ndarray) -> np.ndarray:
         """Count a call's pairs into the queries' results; its key rows' counts end to end."""
         parts, grads = [], []
         for a, m, b, n in zip(*(c.tolist() for c in call.sequences), strict=True):
             ids, asking = keys[b : b + n], self.tokens[a : a + m]
-            assert len(ids) == n
-            assert len(asking) == m
+            assert (len(ids), len(asking)) == (n, m)
             assert (ids >= 0).all(), "a kernel reads rows in flight"
-            part = np.zeros((m, results.shape[1]), dtype=int)
-            grad = np.zeros((n, results.shape[1]), dtype=int)
-            for i, j in itertools.product(range(m), range(n)):
-                if not call.causal or j <= i:
-                    part[i, ids[j]] += 1
-                    grad[j, asking[i]] += 1
+            pairs = np.tri(m, n, dtype=int) if call.causal else np.ones((m, n), dtype=int)
+            part, grad = (np.zeros((x, self.grad.shape[1]), dtype=int) for x in (m, n))
+            np.add.at(part.T, ids, pairs.T)
+            np.add.at(grad.T, asking, pairs)
             parts.append(part)
             grads.append(grad)
-        part = np.concatenate(parts)
         for runs in call.q_runs:
-            add(results, part, runs)
+            add(self.result, np.concatenate(parts), runs)
         return np.concatenate(grads)
 
     def compute(self, compute: Compute) -> None:
-        keys = self.keys[compute.buffer][compute.low : compute.low + compute.count]
-        assert len(keys) == compute.count
+        keys = self.rows(compute)
         index = np.arange(compute.count) if compute.gather is None else compute.gather
+        assert len(set(index.tolist())) == len(index)  # no key is gathered twice
         worked = np.zeros((len(index), self.grad.shape[1]), dtype=int)
         for call in compute.calls:
-            grads = self.meet(call, keys[index], self.result)
+            grads = self.meet(call, keys[index])
             for runs in call.k_runs:
                 add(worked, grads, runs)
         mine = np.zeros((compute.count, self.grad.shape[1]), dtype=int)
-        mine[index] += worked  # no key is gathered twice
-        assert len(set(index.tolist())) == len(index)
-        if compute.grads is None:
+        mine[index] = worked
+        if compute.buffer == OWN:
             self.grad += mine
-        elif self.program.acc_rows:
+        elif compute.grads is not None:  # backward: kept until it is sent home
             for s, d, n in zip(*compute.grads, strict=True):
-                self.sums[ACC][d : d + n] = mine[s : s + n]
+                self.buffers[ACC][d : d + n] = mine[s : s + n]
 
 
 def add(target: np.ndarray, source: np.ndarray, runs) -> None:
@@ -242,39 +214,35 @@ def add(target: np.ndarray, source: np.ndarray, runs) -> None:
 def interpret(p: Plan, *, backward: bool) -> list[Machine]:
     ranks = [Machine(p, x) for x in programs(p, backward=backward)]
     for t in range(max(len(r.program.steps) for r in ranks)):
-        live = [r for r in ranks if t < len(r.program.steps)]
+        live = [(r, r.program.steps[t]) for r in ranks if t < len(r.program.steps)]
         mail = {}
-        for r in live:
-            step = r.program.steps[t]
+        for r, step in live:
             if r.program.collective and t == 0:
-                most_rows = r.program.gathered_rows
                 for other in ranks:
-                    at = other.program.rank * most_rows
-                    r.keys[ARENA][at : at + len(other.tokens)] = other.tokens
+                    at = other.program.rank * r.program.gathered_rows
+                    r.buffers[ARENA][at : at + len(other.tokens)] = other.tokens
             for m in step.recvs:
                 r.rows(m)[:] = POISON  # from now until the wait, these rows hold anything
-            early = {id(m): r.rows(m).copy() for m in step.sends}
+            early = [r.rows(m).copy() for m in step.sends]
             if step.compute:
                 r.compute(step.compute)
-            for m in step.sends:  # may leave at once, or as late as the wait: must be the same
-                assert np.array_equal(early[id(m)], r.rows(m)), "a send's rows change under it"
-                assert (r.rows(m) >= 0).all(), "rows in flight, or never filled, are sent"
-                mail[r.program.rank, m.peer, m.tag, m.kind] = early[id(m)]
-        for r in live:
-            step = r.program.steps[t]
+            for m, rows in zip(step.sends, early, strict=True):  # may leave at once or at the wait
+                assert np.array_equal(rows, r.rows(m)), "a send's rows change under it"
+                assert (rows >= 0).all(), "rows in flight, or never filled, are sent"
+                mail[r.program.rank, m.peer, m.tag, m.kind] = rows
+        for r, step in live:
             for m in step.recvs:
                 r.rows(m)[:] = mail.pop((m.peer, r.program.rank, m.tag, m.kind))
-            for target, runs in ((r.grad, step.add_own), (r.sums[ACC], step.add_acc)):
+            for target, runs in ((r.grad, step.add_own), (r.buffers[ACC], step.add_acc)):
                 for s, d, n in zip(*(c.tolist() for c in runs), strict=True):
-                    target[d : d + n] += r.sums[LANDING][s : s + n]
+                    target[d : d + n] += r.buffers[LANDING][s : s + n]
         assert not mail
     return ranks
 
 
 def assert_right(p: Plan) -> None:
     """Every query meets exactly its visible keys, once; every key's gradient comes home whole."""
-    ids = np.arange(p.docs.total)
-    doc = p.docs.document_of(ids)
+    doc = p.docs.document_of(ids := np.arange(p.docs.total))
     visible = (doc[:, None] == doc[None, :]) & ((ids[:, None] >= ids) | (not p.docs.causal))
     for backward in (False, True):
         for r in interpret(p, backward=backward):
@@ -294,9 +262,8 @@ def any_plan(draw) -> Plan:
     }
     if options["schedule"] == "wave":
         options["schedule_options"] = {"blocks": draw(st.integers(1, 6))}
-    if not supports(docs, ranks, **options):
-        options |= {"schedule": "tasp", "schedule_options": None}
-    return plan(docs, ranks, **options)
+    ok = supports(docs, ranks, **options)
+    return plan(docs, ranks, **options) if ok else plan(docs, ranks, layout=options["layout"])
 
 
 @SEEDED
@@ -314,11 +281,19 @@ def test_programs_of_eight_ranks(name, layout):
             assert_right(plan([37, 1, 26], 8, **options))
 
 
-@pytest.mark.parametrize("lost", [0, 2, 5, -1])
-def test_the_interpreter_sees_a_wrong_program(lost):
-    p = plan([24], 4, schedule="ring")
-    words = p.hops(backward=True).words()
-    words[lost] = words[lost].replace("kv0", "kv9").replace("kv1", "kv0").replace("kv9", "kv1")
-    words[lost] = words[lost].replace("kv2", "kv9").replace("kv3", "kv2").replace("kv9", "kv3")
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
-        assert_right(p.with_hops(words))
+BROKEN = {
+    "place": lambda unit, birth, death, *rest: place(unit, birth, death - 1, *rest),  # reused early
+    "tile": lambda queries, keys, causal: tile(queries, keys, False),  # keys after the query
+    "rounds": lambda low, count: np.zeros(len(low), dtype=int),  # overlapping runs at once
+    "working_order": lambda keys: np.arange(len(keys.doc)),  # keys as they come
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_the_interpreter_sees_a_wrong_lowering(name, monkeypatch):
+    some = [plan([24, 17], 4, schedule=s, layout="striped") for s in ("ring", "wave", "all_gather")]
+    [assert_right(p) for p in some]
+    module = sys.modules["tasp_core.tiles" if name == "working_order" else "tasp_core.lower"]
+    monkeypatch.setattr(module, name, BROKEN[name])
+    with pytest.raises(AssertionError):
+        [assert_right(p) for p in some]

@@ -167,7 +167,6 @@ def test_cut_bound_is_the_worst_of_all_sets(where):
 
 
 def test_best_twins_sees_ports_behind_links():
-    # BUG: with link_gbps given, port_gbps is ignored, though ports are the tighter limit here
     both = Machine("both", 8, 2, link_gbps=1000.0, port_gbps=450.0, nic_gbps=50.0)
     assert best_twins(both) == best_twins(machine("h100x2")) == 14
 

@@ -151,6 +151,8 @@ class Schedule(ABC):
 
     def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
         """The hop table of a pass, in the order both ends of a link agree on."""
+        if rank is not None and not 0 <= rank < self.ranks:
+            raise PlanError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
         table = self.forward(rank)
         if backward:
             table = Hops.concat([table, self.gradients(rank)])

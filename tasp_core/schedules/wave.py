@@ -36,7 +36,7 @@ def best_twins(machine: Machine) -> int:
     m, u = machine.node_size, machine.num_nodes
     if m < 2 or u < 2:
         return 0
-    link = machine.link_gbps or machine.port_gbps / (m - 1)
+    link = min(x for x in (machine.link_gbps, machine.port_gbps / (m - 1)) if x)
 
     def seconds(b: int) -> float:
         saved, extra = ((u - 1) / b, (m - 1) / b) if b else (0.0, 0.0)
