@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
+from .heads import split_heads
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -58,52 +59,85 @@ def attention(
 
     from .execute import Attention, Context
     from .transport import Exchange
+    from .ulysses import around
 
     exchange = None
-    if group is not None or (dist.is_available() and dist.is_initialized() and plan.ranks > 1):
+    ranks = getattr(plan, "ranks", 0)
+    if group is not None or (dist.is_available() and dist.is_initialized() and ranks != 1):
         exchange = Exchange(group)
-    found = exchange.ranks if exchange else 1
-    if found != plan.ranks:
-        hint = (
-            ""
-            if exchange
-            else " (torch.distributed is not initialised: use torchrun or tasp.launch)"
-        )
-        raise PlanError(
-            f"the plan is for {plan.ranks} ranks, the group has {found}{hint}; "
-            f"make the plan with ranks={found} or pass the right group"
-        )
     rank = exchange.rank if exchange else 0
-    error = _complaint(q, k, v, plan, rank, kernel)
-    if exchange and plan.ranks > 1:
-        _agree(exchange, plan, _note(q, k, v, plan, scale, error))
+    error = _complaint(q, k, v, plan, rank, exchange.ranks if exchange else 1, kernel)
+    error = error or _option_complaint(scale, grad_comm_dtype)
+    if exchange and exchange.ranks > 1:
+        _agree(
+            exchange, {"error": error} if error else _note(q, k, v, plan, scale, grad_comm_dtype)
+        )
     if error:
         raise PlanError(f"rank {rank}: {error}")
     from .kernels import resolve
 
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    between = None
+    if exchange and plan.inner.ranks > 1:
+        members = range(rank % plan.intra, plan.ranks, plan.intra)
+        between = exchange if plan.intra == 1 else Exchange(group, members)
     context = Context(
-        plan,
-        rank,
-        exchange if plan.ranks > 1 else None,
+        plan.inner,
+        rank // plan.intra,
+        between,
         resolve(kernel, q.device.type, q.dtype),
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         grad_comm_dtype,
     )
-    batch = q.shape[0] if q.dim() == 4 else None
-    if batch is not None:  # one plan for every row: a batch is more heads
-        q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
-    out, lse = Attention.apply(context, q, k, v)
-    if batch is not None:
-        out, lse = (x.unflatten(1, (batch, -1)).transpose(0, 1) for x in (out, lse))
+
+    def inner(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if q.dim() == 3:
+            return Attention.apply(context, q, k, v)
+        batch = q.shape[1]  # one plan for every row: a batch is more heads
+        out, lse = Attention.apply(context, *(x.flatten(1, 2) for x in (q, k, v)))
+        return out.unflatten(1, (batch, -1)), lse.unflatten(1, (batch, -1))
+
+    batched = q.dim() == 4
+    if batched:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if plan.intra == 1:
+        out, lse = inner(q, k, v)
+    else:
+        assert exchange is not None
+        out, lse = around(inner, _group(exchange.group, plan, rank, q, k), q, k, v)
+    if batched:
+        out, lse = out.transpose(0, 1), lse.transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
-def _complaint(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, kernel: str) -> str:
-    """What is wrong with this rank's own arguments, or ""."""
+def _group(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
+    """The Ulysses group of a rank."""
+    import numpy as np
+
+    from .ulysses import Group
+
+    index, member = divmod(rank, plan.intra)
+    counts = tuple(np.diff(plan.member_tokens(index)).tolist())
+    heads = tuple(split_heads(q.shape[-2], k.shape[-2], plan.intra))
+    return Group(group, index * plan.intra, member, counts, heads)
+
+
+def _complaint(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, found: int, kernel: str
+) -> str:
+    """What is wrong with this rank's own arguments, in a group of `found` ranks, or ""."""
     import torch
+    import torch.distributed as dist
 
     if not isinstance(plan, Plan):
         return f"plan must be a Plan made by tasp.plan(...), got {type(plan).__name__}"
+    if plan.ranks != found:
+        alone = not (dist.is_available() and dist.is_initialized())
+        hint = " (torch.distributed is not initialised: use torchrun or tasp.launch)"
+        return (
+            f"the plan is for {plan.ranks} ranks, the group has {found}{hint if alone else ''}; "
+            f"make the plan with ranks={found} or pass the right group"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -118,8 +152,8 @@ def _complaint(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, kernel: s
             "shard with tasp.shard(tensor, plan, rank)"
         )
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
-        return f"batch sizes differ: {shapes}"
+    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0] > 0:
+        return f"batch sizes differ or are 0: {shapes}"
     if v.shape[-2] != kv_heads or k.shape[-1] != q.shape[-1] or min(q.shape[-1], v.shape[-1]) < 1:
         return f"k and v must have equal heads, q and k equal dims of at least 1, got {shapes}"
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
@@ -134,28 +168,44 @@ def _complaint(q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, kernel: s
     try:
         from .kernels import resolve
 
+        split_heads(heads, kv_heads, plan.intra)
         resolve(kernel, q.device.type, q.dtype)
     except ValueError as error:
         return str(error)
     return ""
 
 
+def _option_complaint(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
+    """What is wrong with the options, or ""."""
+    import torch
+
+    if scale is not None and not (isinstance(scale, int | float) and abs(scale) < float("inf")):
+        return f"scale must be a finite number or None (head dim ** -0.5), got {scale!r}"
+    if grad_comm_dtype is not None:
+        known = isinstance(grad_comm_dtype, torch.dtype) and grad_comm_dtype.is_floating_point
+        if not known or grad_comm_dtype.itemsize < 2:
+            return (
+                f"grad_comm_dtype must be a float dtype or None (float32), got {grad_comm_dtype!r}"
+            )
+    return ""
+
+
 def _note(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, error: str
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, wire: torch.dtype | None
 ) -> dict[str, str]:
     """What must be equal on all ranks before they exchange."""
-    if error:
-        return {"error": error}
     docs = plan.docs
     sizes = [q.shape[0] if q.dim() == 4 else 0, *q.shape[-2:], k.shape[-2], v.shape[-1]]
     return {
         "documents": f"{docs!r} ({hash_text(docs.cu_seqlens.tobytes())})",
         "layout": plan.layout.name,
         "schedule": f"{plan.schedule.name} {plan.schedule.options or ''}".strip(),
+        "intra": str(plan.intra),
         "plan": plan.fingerprint()[:16],
         "batch, heads, dim, kv heads, v dim": str(sizes),
         "dtype": str(q.dtype),
         "scale": str(scale),
+        "grad_comm_dtype": str(wire),
     }
 
 
@@ -167,7 +217,7 @@ def hash_text(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:8]
 
 
-def _agree(exchange: Any, plan: Plan, note: dict[str, str]) -> None:
+def _agree(exchange: Any, note: dict[str, str]) -> None:
     """Handshake: on gloo before every call; on a GPU, where it costs a host synchronisation, once."""
     key = tuple(note.values())
     agreed = _agreed_notes(exchange.group)

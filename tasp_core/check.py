@@ -161,6 +161,11 @@ class _Checker:
             self.fail(f"{work.sum()} pairs are computed, {plan.docs.num_pairs} are visible")
         return work
 
+    def tokens(self, hops: Hops) -> np.ndarray:
+        """Tokens each hop moves."""
+        units = self.plan.units
+        return np.sum([units.count[self.plan.unit_of(hops, p)] for p in range(units.parts)], axis=0)
+
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise."""
         hops, promise = self.hops, self.plan.schedule.promise
@@ -207,10 +212,14 @@ class _Checker:
         np.maximum.at(last, at, hops.step[relayed])
         change = np.zeros((self.n, int(last.max()) + 2), dtype=np.int64)
         rank, owner, share = np.nonzero((self.arrival >= 0) & (self.arrival < NEVER))
-        np.add.at(change, (rank, self.arrival[rank, owner, share]), 1)
-        np.add.at(change, (rank, last[rank, owner, share] + 1), -1)
+        size: np.ndarray | int = 1
+        if self.plan.schedule.uneven:
+            size = self.tokens(Hops(owner, rank, rank, owner, share, owner))
+        np.add.at(change, (rank, self.arrival[rank, owner, share]), size)
+        np.add.at(change, (rank, last[rank, owner, share] + 1), -size)
         live = np.cumsum(change, axis=1)
-        peak = float(live.max() / self.shares)
+        most = self.plan.layout.counts.max() if self.plan.schedule.uneven else self.shares
+        peak = float(live.max() / most)
         promised = self.plan.schedule.promise.buffer
         if peak > promised + 1e-9:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
@@ -259,7 +268,7 @@ class _Checker:
 
 
 def check(plan: Plan) -> Report:
-    """Prove a plan right, forward and backward, or say what is wrong.
+    """Prove a plan right, forward and backward, or say what is wrong; with `intra`, between groups.
 
     Raises:
         PlanError: the first property that fails, the hop at fault, and the table with its step marked.
@@ -269,6 +278,7 @@ def check(plan: Plan) -> Report:
     >>> report.max_load, report.min_load, report.busy, report.peak_shards
     (1, 1, 1.0, 2.0)
     """
+    plan = plan.inner
     checker = _Checker(plan)
     checker.names()
     checker.holding()
@@ -276,13 +286,13 @@ def check(plan: Plan) -> Report:
     load, nic = checker.loads()
     peak = checker.memory()
     checker.gradients()
-    hops, units = checker.hops, plan.units
+    hops = checker.hops
     node = np.arange(plan.ranks) // plan.machine.node_size
     inside = (node[:, None] == node[None, :]) & ~np.eye(plan.ranks, dtype=bool)
     links = load[:, inside] if inside.any() else nic
     total = load.sum(axis=0) if inside.any() else np.diag(nic.sum(axis=0))
     top = np.unravel_index(total.argmax(), total.shape)
-    tokens = sum(units.count[plan.unit_of(hops, p)] for p in range(units.parts))
+    tokens = checker.tokens(hops)
     return Report(
         max_load=int(links.max(initial=0)),
         min_load=int(links.min()) if links.size else 0,

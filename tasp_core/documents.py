@@ -44,7 +44,7 @@ class Documents:
     9
     """
 
-    cu_seqlens: np.ndarray
+    cu_seqlens: Any
     causal: bool = True
     window: int | None = None
 

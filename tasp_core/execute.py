@@ -31,7 +31,7 @@ MANY = 8  # from this number of runs on, one indexed operation instead of one fo
 
 @dataclass(frozen=True)
 class Context:
-    """What both passes of a call share."""
+    """What both passes of a call share; plan and rank are those between groups."""
 
     plan: Plan
     rank: int

@@ -219,6 +219,10 @@ def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
     Raises:
         PlanError: an unknown name, or a kernel that cannot serve the device or dtype.
     """
+    if device_type not in ("cpu", "cuda"):
+        raise PlanError(
+            f"tensors must be on a CPU or a CUDA or ROCm GPU, got device {device_type!r}"
+        )
     gpu = device_type != "cpu"
     if name == "auto":
         if gpu and dtype not in HALF:

@@ -18,7 +18,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import connection, get_context
 from typing import Any
 
@@ -88,6 +90,8 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 12
         raise PlanError("launch forks its ranks, which this platform cannot; use torchrun or WSL")
     import torch
 
+    with suppress(ImportError):  # what a first backward imports: here once, not in every rank
+        import_module("torch.fx.experimental.symbolic_shapes")
     if torch.cuda.is_initialized():
         raise PlanError("launch forks, which breaks an initialised CUDA; use torchrun")
     context = get_context("fork")

@@ -279,7 +279,7 @@ class _Lowering:
 
 
 def lower(plan: Plan, rank: int, *, backward: bool = False) -> Program:
-    """One rank's Program for the forward or the backward pass.
+    """One rank's Program for the forward or the backward pass; with `intra`, its group's.
 
     Raises:
         LayoutError: the rank does not exist.
@@ -289,4 +289,4 @@ def lower(plan: Plan, rank: int, *, backward: bool = False) -> Program:
     >>> program.arena_rows, [len(s.compute.calls) for s in program.steps]
     (32, [2, 1, 1, 1])
     """
-    return _Lowering(plan, rank, backward).program()
+    return _Lowering(plan.inner, rank // plan.intra, backward).program()

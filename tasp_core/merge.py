@@ -2,7 +2,8 @@
 
     lse = logaddexp(lse1, lse2);   out = out1 exp(lse1 - lse) + out2 exp(lse2 - lse)
 
-(0, -inf) is the identity, also against itself. No exponent is ever positive, so nothing overflows.
+The two weights add up to 1: w2 = sigmoid(lse2 - lse1), out = out1 + w2 (out2 - out1). (0, -inf) is
+the identity, also against itself, and nothing overflows.
 Shapes: out [T, H, D], lse [T, H]; T tokens, H heads, D head dim.
 """
 
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 
-def _weights(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lse = torch.logaddexp(lse1, lse2)
-    safe = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)  # exp(-inf - 0) = 0, no NaN
-    return lse, torch.exp(lse1 - safe), torch.exp(lse2 - safe)
+def _second_weight(lse1: Tensor, lse2: Tensor) -> Tensor:
+    """exp(lse2 - lse), from the difference alone: the rounding of a large lse does not enter."""
+    empty = (lse1 == -torch.inf) & (lse2 == -torch.inf)
+    return torch.sigmoid(torch.where(empty, torch.zeros_like(lse2), lse2 - lse1))
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,15 +34,12 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     >>> out.tolist(), lse.tolist()
     ([[[1.0, 1.0]]], [[0.0]])
     """
-    lse, w1, w2 = _weights(lse1, lse2)
-    return out1 * w1[..., None].to(out1.dtype) + out2 * w2[..., None].to(out2.dtype), lse
+    weight = _second_weight(lse1, lse2)[..., None].to(out2.dtype)
+    return torch.lerp(out1, out2, weight), torch.logaddexp(lse1, lse2)
 
 
 def merge_(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
-    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype.
-
-    The weights add up to 1, so one interpolation does it; it is exact where either weight is 1.
-    """
-    lse, _, w2 = _weights(lse1, lse2.to(lse1.dtype))
-    out1.lerp_(out2.to(out1.dtype), w2[..., None])
-    lse1.copy_(lse)
+    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype."""
+    lse2 = lse2.to(lse1.dtype)
+    out1.lerp_(out2.to(out1.dtype), _second_weight(lse1, lse2)[..., None])
+    torch.logaddexp(lse1, lse2, out=lse1)

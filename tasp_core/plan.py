@@ -25,10 +25,11 @@ import numpy as np
 
 from .documents import Documents
 from .errors import PlanError, whole
+from .heads import split_heads
 from .layout import Layout
+from .recipe import between_groups, read_schedule, recipe, refuse_window, resolve_machine
 from .schedules import KINDS, Hops, Promise, Schedule, Table, build
-from .topology import MESH, Machine
-from .topology import machine as find_machine
+from .topology import Machine
 from .units import Units, cut_units
 
 SCHEMA = 1
@@ -45,15 +46,27 @@ class Plan:
     layout: Layout
     schedule: Schedule
     machine: Machine
+    intra: int = 1
 
     @property
     def ranks(self) -> int:
-        """Ranks the plan is for."""
-        return self.layout.ranks
+        """Ranks the plan is for: groups of `intra` ranks, one group for each rank of `inner`."""
+        return self.layout.ranks * self.intra
+
+    @cached_property
+    def inner(self) -> Plan:
+        """What runs between the groups; the plan itself where intra is 1."""
+        return self if self.intra == 1 else replace(self, intra=1)
+
+    def member_tokens(self, group: int) -> np.ndarray:
+        """Borders of the members' tokens among those of their group, int64 [intra + 1]."""
+        return self.layout.num_tokens(group) * np.arange(self.intra + 1) // self.intra
 
     def tokens(self, rank: int) -> np.ndarray:
         """Global token ids of a rank in local order, int64: row i of its q, k, v is this token."""
-        return self.layout.tokens(rank)
+        group, member = divmod(rank, self.intra)
+        low, high = self.member_tokens(group)[member : member + 2]
+        return self.layout.tokens(group)[low:high]
 
     def positions(self, rank: int) -> np.ndarray:
         """Position of each of the rank's tokens inside its document (for rotary embeddings), int64."""
@@ -61,10 +74,21 @@ class Plan:
 
     def num_tokens(self, rank: int) -> int:
         """Tokens a rank holds."""
-        return self.layout.num_tokens(rank)
+        group, member = divmod(rank, self.intra)
+        low, high = self.member_tokens(group)[member : member + 2]
+        return int(high - low)
+
+    def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rank and local index of global tokens."""
+        group, row = self.layout.locate(tokens)
+        if self.intra == 1:
+            return group, row
+        borders = np.stack([self.member_tokens(g) for g in range(self.layout.ranks)])[group]
+        member = (row[:, None] >= borders[:, 1:]).sum(axis=1)
+        return group * self.intra + member, row - borders[np.arange(len(row)), member]
 
     def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
-        """The hop table of the forward or backward pass, of one rank or all."""
+        """The hop table of the forward or backward pass, of one rank or all, between groups."""
         return self.schedule.hops(rank, backward=backward)
 
     def with_hops(
@@ -73,39 +97,26 @@ class Plan:
         """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
+        like = old.like if isinstance(old, Table) else old if old.uneven else None
         table = Table(
-            self.ranks, old.node_size, old.exchange, tuple(words),
-            whole(shares, "num_shares", 1, PlanError), promise or old.promise,
+            self.layout.ranks, old.node_size, old.exchange, tuple(words),
+            whole(shares, "num_shares", 1, PlanError), promise or old.promise, like,
         )  # fmt: skip
         return replace(self, schedule=table)
 
     @cached_property
     def units(self) -> Units:
         """The parts of every rank's shares, and the pieces of documents in them."""
-        return cut_units(self.layout, self.schedule.num_shares)
+        return cut_units(self.layout, self.schedule)
 
     def unit_of(self, hops: Hops, part: int) -> np.ndarray:
         """Number of the unit each hop moves for one part of its share."""
         return (hops.owner * self.units.parts + part) * self.schedule.num_shares + hops.share
 
-    def _recipe(self) -> dict[str, Any]:
-        schedule = self.schedule
-        data: dict[str, Any] = {
-            "ranks": self.ranks,
-            "layout": self.layout.name,
-            "schedule": schedule.name,
-            "node_size": schedule.node_size,
-            "options": schedule.options,
-        }
-        if isinstance(schedule, Table):
-            data |= {"hops": list(schedule.words), "num_shares": schedule.shares}
-            data["promise"] = list(schedule.claim)
-        return data
-
     @cached_property
     def _digest(self) -> str:
         mask = [self.docs.causal, self.docs.window]
-        text = json.dumps([SCHEMA, self._recipe(), mask], sort_keys=True).encode()
+        text = json.dumps([SCHEMA, recipe(self), mask], sort_keys=True).encode()
         return hashlib.sha256(text + self.docs.cu_seqlens.astype("<i8").tobytes()).hexdigest()
 
     def fingerprint(self) -> str:
@@ -121,7 +132,7 @@ class Plan:
         }
         machine = asdict(self.machine)
         return json.dumps(
-            {"schema": SCHEMA, "documents": documents, **self._recipe(), "machine": machine}
+            {"schema": SCHEMA, "documents": documents, **recipe(self), "machine": machine}
         )
 
     @classmethod
@@ -140,32 +151,18 @@ class Plan:
             if not isinstance(data["documents"]["causal"], bool):
                 raise PlanError("documents.causal must be true or false")
             docs = Documents(**data["documents"])
-            _refuse_window(docs)
-            machine = _resolve_machine(Machine(**data["machine"]), data["ranks"])
+            refuse_window(docs)
+            machine = resolve_machine(Machine(**data["machine"]), data["ranks"])
             layout = Layout(data["layout"], docs, data["ranks"])
-            schedule = cls._read_schedule(data, machine)
+            schedule = read_schedule(data, machine, layout)
+            intra = whole(data["intra"], "intra", 1, PlanError)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
             raise PlanError(f"not a plan: {kind}{error}") from None
-        return cls(docs, layout, schedule, machine)
-
-    @staticmethod
-    def _read_schedule(data: dict[str, Any], machine: Machine) -> Schedule:
-        if data["schedule"] == Table.name:
-            return Table(
-                machine.ranks, data["node_size"], data["options"].get("exchange", "p2p"),
-                tuple(data["hops"]), whole(data["num_shares"], "num_shares", 1, PlanError),
-                Promise(*data["promise"]),
-            )  # fmt: skip
-        schedule = build(data["schedule"], machine, data["options"])
-        if schedule.node_size != data["node_size"]:
-            raise PlanError(
-                f"node_size is {data['node_size']}, the machine's is {schedule.node_size}"
-            )
-        return schedule
+        return cls(docs, layout, schedule, machine, intra)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.docs, self.layout, self.schedule, self.machine)
+        return Plan, (self.docs, self.layout, self.schedule, self.machine, self.intra)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._digest == other._digest
@@ -180,8 +177,13 @@ class Plan:
         return (
             f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
             f"in {len(docs.lengths)} documents, {'causal' if docs.causal else 'full'}; "
-            f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps"
+            f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
         )
+
+    def _inside(self) -> str:
+        if self.intra == 1:
+            return ""
+        return f"; heads over groups of {self.intra} ranks, the table is between {self.layout.ranks} groups"
 
     def table(self, *, backward: bool = False, mark: int | None = None, width: int = 4) -> str:
         """The step x rank table: what each rank receives, "src>kvOWNER.SHARE"; `mark` points at a step.
@@ -194,10 +196,10 @@ class Plan:
         rows = zip(*(c.tolist() for c in hops), strict=True)
         for step, src, dst, owner, share, kind in rows:
             cells.setdefault((step, dst), []).append(f"{src}>{KINDS[kind]}{owner}.{share}")
-        lines = [["step", *(f"into {r}" for r in range(self.ranks))]]
+        lines = [["step", *(f"into {r}" for r in range(self.layout.ranks))]]
         for step in steps:
             row = [f"{step}" + (" <--" if step == mark else "")]
-            for rank in range(self.ranks):
+            for rank in range(self.layout.ranks):
                 words = cells.get((step, rank), ["-"])
                 more = f" +{len(words) - width}" if len(words) > width else ""
                 row.append(" ".join(words[:width]) + more)
@@ -221,26 +223,6 @@ class Support(NamedTuple):
         return self.ok
 
 
-def _refuse_window(docs: Documents) -> None:
-    if docs.window is not None:
-        raise PlanError(
-            f"a sliding window (window={docs.window}) is not compiled by any schedule yet; "
-            "use window=None"
-        )
-
-
-def _resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
-    if machine is None:
-        return replace(MESH, name=f"mesh{ranks}", node_size=ranks)
-    found = machine if isinstance(machine, Machine) else find_machine(machine)
-    if found.ranks != ranks:
-        raise PlanError(
-            f"machine {found.name!r} has {found.ranks} ranks ({found.num_nodes} nodes of "
-            f"{found.node_size}), the plan is for {ranks}; give a machine with {ranks} ranks"
-        )
-    return found
-
-
 def plan(
     docs: Documents | Iterable[int],
     ranks: int,
@@ -259,7 +241,9 @@ def plan(
         schedule: a name of `schedules()`.
         layout: a name of `layouts()`.
         machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
-        intra: degree of heads parallelism inside; only 1 is known.
+        intra: degree of Ulysses inside: groups of so many consecutive ranks of one node share
+            their tokens and divide the heads; `schedule` and `layout` work between the groups.
+            Default 1: heads stay together. It must divide the query heads and the ranks of a node.
         schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave"
             (default: from the machine), {"exchange": "all_to_all"} for one collective a step
             (default "p2p": one message a link, no packing).
@@ -270,11 +254,11 @@ def plan(
     ranks = whole(ranks, "ranks", 1, PlanError)
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
-    _refuse_window(docs)
-    if intra != 1:
-        raise PlanError(f"intra={intra} is not supported yet; use intra=1 (any head counts work)")
-    found = _resolve_machine(machine, ranks)
-    return Plan(docs, Layout(layout, docs, ranks), build(schedule, found, schedule_options), found)
+    refuse_window(docs)
+    intra = whole(intra, "intra", 1, PlanError)
+    found = between_groups(resolve_machine(machine, ranks), intra)
+    placed = Layout(layout, docs, found.ranks)
+    return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
 
 
 def supports(
@@ -306,7 +290,9 @@ def supports(
             False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads"
         )
     try:
-        plan(docs, ranks, **options)
+        made = plan(docs, ranks, **options)
+        if heads is not None and shared is not None:
+            split_heads(heads, shared, made.intra)
     except ValueError as error:
         return Support(False, str(error))
     return Support(True, "yes")

@@ -15,16 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import LayoutError
-from .layout import Layout
 from .plan import Plan
+from .transport import Exchange
 
 
-def _check_tokens(tensor: Tensor, dim: int, found: int, wanted: int, what: str) -> None:
-    if found != wanted:
-        raise LayoutError(
-            f"{what}: dim {dim} of a tensor of shape {list(tensor.shape)} has {found} tokens, "
-            f"the plan has {wanted}; is it the right tensor, plan or dim?"
-        )
+def _complaint(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
+    found = tensor.shape[dim]
+    if found == wanted:
+        return ""
+    return (
+        f"{what}: dim {dim} of a tensor of shape {list(tensor.shape)} has {found} tokens, "
+        f"the plan has {wanted}; is it the right tensor, plan or dim?"
+    )
+
+
+def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
+    if text := _complaint(tensor, dim, wanted, what):
+        raise LayoutError(text)
+
+
+def _check_on_all(local: Tensor, dim: int, plan: Plan, group: Any, what: str) -> None:
+    """Whether every rank brings the tokens the plan gives it; the same error on all if not."""
+    if plan.ranks == 1:
+        return _check_tokens(local, dim, plan.num_tokens(0), what)
+    exchange = Exchange(group)
+    text = _complaint(local, dim, plan.num_tokens(exchange.rank), what)
+    exchange.handshake({"error": text, "plan": plan.fingerprint()[:16]}, LayoutError)
 
 
 def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
@@ -36,7 +52,7 @@ def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
     Raises:
         LayoutError: `dim` has another size.
     """
-    _check_tokens(tensor, dim, tensor.shape[dim], plan.docs.total, "shard")
+    _check_tokens(tensor, dim, plan.docs.total, "shard")
     index = torch.from_numpy(plan.tokens(rank)).to(tensor.device)
     return tensor.index_select(dim, index)
 
@@ -71,7 +87,7 @@ def unshard(pieces: Sequence[Tensor], plan: Plan, dim: int = 0) -> Tensor:
         raise LayoutError(f"unshard needs {plan.ranks} pieces, one a rank, got {len(pieces)}")
     for rank, piece in enumerate(pieces):
         wanted = plan.num_tokens(rank)
-        _check_tokens(piece, dim, piece.shape[dim], wanted, f"unshard, piece of rank {rank}")
+        _check_tokens(piece, dim, wanted, f"unshard, piece of rank {rank}")
     order = np.concatenate([plan.tokens(r) for r in range(plan.ranks)])
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
@@ -84,7 +100,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, plan: Plan, group: Any, dim: int) -> Tensor:
         ctx.args = plan, group, dim
         rows = local.movedim(dim, 0).contiguous()
-        most = int(plan.layout.counts.max())
+        most = max(plan.num_tokens(r) for r in range(plan.ranks))
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: len(rows)] = rows
         everyone = [torch.empty_like(padded) for _ in range(plan.ranks)]
@@ -104,31 +120,30 @@ def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor
     """The whole row on every rank, from every rank's tokens; differentiable (gradients add up).
 
     Raises:
-        LayoutError: `dim` does not have this rank's number of tokens.
+        LayoutError: on every rank, when one's `dim` does not have its number of tokens.
     """
-    rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    _check_tokens(local, dim, local.shape[dim], plan.num_tokens(rank), f"gather, rank {rank}")
+    _check_on_all(local, dim, plan, group, "gather")
     if plan.ranks == 1:
         return local
     return _Gather.apply(local, plan, group, dim)
 
 
-def _routes(layout: Layout, rank: int, shift: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _routes(plan: Plan, rank: int, shift: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Local rows to send to each rank, and local rows at which each rank's answer arrives."""
-    docs = layout.docs
+    docs = plan.docs
 
     def wanted(r: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        mine = layout.tokens(r)
+        mine = plan.tokens(r)
         source = mine + shift
         inside = (source >= 0) & (source < docs.total)
         inside[inside] = docs.document_of(source[inside]) == docs.document_of(mine[inside])
         at = np.flatnonzero(inside)
-        return at, *layout.locate(source[at])
+        return at, *plan.locate(source[at])
 
     at, owner, _ = wanted(rank)
-    arrive = [at[owner == r] for r in range(layout.ranks)]
+    arrive = [at[owner == r] for r in range(plan.ranks)]
     send = []
-    for r in range(layout.ranks):
+    for r in range(plan.ranks):
         _, owner, row = wanted(r)
         send.append(row[owner == rank])
     return send, arrive
@@ -148,7 +163,7 @@ class _Roll(torch.autograd.Function):
 
 def _roll_rows(rows: Tensor, plan: Plan, group: Any, shift: int) -> Tensor:
     rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    send, arrive = _routes(plan.layout, rank, shift)
+    send, arrive = _routes(plan, rank, shift)
     outgoing = rows[torch.from_numpy(np.concatenate(send)).to(rows.device)].contiguous()
     incoming = outgoing
     if plan.ranks > 1:
@@ -170,8 +185,7 @@ def roll(local: Tensor, plan: Plan, group: Any = None, shift: int = 1, dim: int 
         local: this rank's tokens along `dim`, in plan.tokens(rank) order.
 
     Raises:
-        LayoutError: `dim` does not have this rank's number of tokens.
+        LayoutError: on every rank, when one's `dim` does not have its number of tokens.
     """
-    rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    _check_tokens(local, dim, local.shape[dim], plan.num_tokens(rank), f"roll, rank {rank}")
+    _check_on_all(local, dim, plan, group, "roll")
     return _Roll.apply(local.movedim(dim, 0).contiguous(), plan, group, shift).movedim(0, dim)

@@ -8,7 +8,8 @@ into one collective (every link of K_n at once). A message that does not arrive 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,14 +26,21 @@ TAGS = 1 << 12
 
 
 class Exchange:
-    """The ranks of one process group, for one plan's passes."""
+    """The ranks of one process group, or some of them, for one plan's passes.
 
-    def __init__(self, group: Any) -> None:
+    Args:
+        members: the ranks of `group` that take part, in plan order; None: all of them. Collectives
+            are still called by all ranks of `group`, each with its own members.
+    """
+
+    def __init__(self, group: Any, members: Sequence[int] | None = None) -> None:
         self.group = dist.group.WORLD if group is None else group
-        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
+        own, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if own < 0:
             raise PlanError("this process is not in the group it passed to attention")
-        self.on_cpu = dist.get_backend(group) == "gloo"
+        self.members = list(range(self.world) if members is None else members)
+        self.rank, self.ranks = self.members.index(own), len(self.members)
+        self.on_cpu = dist.get_backend(self.group) != "nccl"
 
     def _device(self) -> torch.device:
         return (
@@ -41,14 +49,25 @@ class Exchange:
             else torch.device("cuda", torch.cuda.current_device())
         )
 
-    def handshake(self, note: dict[str, str]) -> None:
+    @contextmanager
+    def _naming(self, t: int, what: str) -> Iterator[None]:
+        """A failure of gloo or NCCL inside becomes an error that says who waited for what."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank}, step {t}: {what} failed; look for that rank's own error "
+                f"first. ({str(error).splitlines()[0]})"
+            ) from error
+
+    def handshake(self, note: dict[str, str], error: type[ValueError] = PlanError) -> None:
         """Compare what every rank is about to do; the same error on all ranks where they differ.
 
         Args:
             note: what must be equal on all ranks; the key "error" holds a rank's own complaint.
 
         Raises:
-            PlanError: a rank's complaint, or the ranks that differ and in what.
+            error (PlanError): a rank's complaint, or the ranks that differ and in what.
         """
         text = json.dumps({key: value[:400] for key, value in note.items()}).encode()
         mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
@@ -60,7 +79,7 @@ class Exchange:
         errors = [f"rank {r}: {n['error']}" for r, n in enumerate(notes) if n.get("error")]
         if errors:
             more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-            raise PlanError(errors[0] + more)
+            raise error(errors[0] + more)
         lines = []
         for key in notes[0]:
             values = [n.get(key) for n in notes]
@@ -70,7 +89,7 @@ class Exchange:
                 found = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
                 lines.append(f"{key}: {found}; the others have {usual}")
         if lines:
-            raise PlanError(
+            raise error(
                 "ranks are about to run different plans, nothing was exchanged; "
                 "give every rank the same documents, options and shapes. " + "; ".join(lines)
             )
@@ -83,32 +102,33 @@ class Exchange:
                 rows = buffers[m.buffer][m.low : m.low + m.count]
                 tag = t % TAGS * TAGS + m.tag % TAGS
                 works.append(
-                    (dist.P2POp(op, rows, group=self.group, tag=tag, group_peer=m.peer), m)
+                    (
+                        dist.P2POp(
+                            op, rows, group=self.group, tag=tag, group_peer=self.members[m.peer]
+                        ),
+                        m,
+                    )
                 )
         if not works:
             return lambda: None
-        pending = dist.batch_isend_irecv([w[0] for w in works])
-        named = (
-            [m for _, m in works] if len(pending) == len(works) else [works[0][1]] * len(pending)
-        )
-        sends = {id(m) for m in step.sends}
+        peers = ", ".join(sorted({str(m.peer) for _, m in works}))
+        with self._naming(t, f"posting {len(works)} messages to and from ranks {peers}"):
+            pending = dist.batch_isend_irecv([w[0] for w in works])
+        sending = len(step.sends)
 
         def wait() -> None:
-            for work, message in zip(pending, named, strict=True):
-                self._wait(work, t, message, sending=id(message) in sends)
+            if len(pending) < len(works):  # NCCL: one handle for all
+                with self._naming(t, f"exchanging with ranks {peers}"):
+                    for work in pending:
+                        work.wait()
+                return
+            for i, (work, (_, m)) in enumerate(zip(pending, works, strict=True)):
+                word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
+                to = f"sending {word} to" if i < sending else f"waiting for {word} from"
+                with self._naming(t, f"{to} rank {m.peer}"):
+                    work.wait()
 
         return wait
-
-    def _wait(self, work: Any, t: int, m: Message, *, sending: bool) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
-            raise TransportError(
-                f"rank {self.rank}, step {t}: {'sending' if sending else 'waiting for'} {word} "
-                f"{'to' if sending else 'from'} rank {m.peer} failed; look for that rank's own error "
-                f"first. ({str(error).splitlines()[0]})"
-            ) from error
 
     def post_all_to_all(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
         """The same as one all-to-all for each kind of buffer; packs, so it needs one more copy."""
@@ -122,13 +142,15 @@ class Exchange:
             packed = [buffers[m.buffer][m.low : m.low + m.count] for m in out]
             send = torch.cat([like[:0], *packed])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
-            splits = (_splits(into, self.ranks), _splits(out, self.ranks))
-            work = dist.all_to_all_single(recv, send, *splits, group=self.group, async_op=True)
+            splits = (self._splits(into), self._splits(out))
+            with self._naming(t, "the step's all-to-all"):
+                work = dist.all_to_all_single(recv, send, *splits, group=self.group, async_op=True)
             finish.append((work, recv, into))
 
         def wait() -> None:
             for work, recv, into in finish:
-                work.wait()
+                with self._naming(t, "the step's all-to-all"):
+                    work.wait()
                 at = 0
                 for m in into:
                     buffers[m.buffer][m.low : m.low + m.count] = recv[at : at + m.count]
@@ -142,16 +164,24 @@ class Exchange:
         if padded is not own:
             padded[: len(own)] = own
         everyone = list(arena.unflatten(0, (self.ranks, rows)).unbind())
-        work = dist.all_gather(everyone, padded, group=self.group, async_op=True)
+        with self._naming(0, "the all-gather of every rank's kv"):
+            if self.ranks == self.world:
+                work = dist.all_gather(everyone, padded, group=self.group, async_op=True)
+            else:  # members of one larger group: the same rows to each of them
+                sizes = [rows if r in self.members else 0 for r in range(self.world)]
+                copies = padded.repeat(self.ranks, *(1,) * (padded.dim() - 1))
+                work = dist.all_to_all_single(
+                    arena, copies, sizes, sizes, group=self.group, async_op=True
+                )
 
         def wait() -> None:
-            work.wait()
+            with self._naming(0, "the all-gather of every rank's kv"):
+                work.wait()
 
         return wait
 
-
-def _splits(messages: Iterable[Message], ranks: int) -> list[int]:
-    sizes = [0] * ranks
-    for m in messages:
-        sizes[m.peer] += m.count
-    return sizes
+    def _splits(self, messages: Iterable[Message]) -> list[int]:
+        sizes = [0] * self.world
+        for m in messages:
+            sizes[self.members[m.peer]] += m.count
+        return sizes

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .layout import Layout, Pieces
+from .schedules import Schedule
 
 
 class Units(NamedTuple):
@@ -27,12 +28,12 @@ class Units(NamedTuple):
     pieces: Pieces
 
 
-def cut_units(layout: Layout, num_shares: int) -> Units:
+def cut_units(layout: Layout, schedule: Schedule) -> Units:
     """Every rank's tokens cut into units, and those into pieces of documents."""
-    shares = num_shares
+    shares = schedule.num_shares
     lows, counts, numbers, pieces = [], [], [], []
     for rank in range(layout.ranks):
-        cuts = layout.share_cuts(rank, shares)
+        cuts = schedule.cuts(layout, rank)
         low = cuts[:, :-1].ravel()
         part = layout.pieces(rank, np.unique(cuts))
         # empty units share their low end with the next one; the last such unit has the tokens

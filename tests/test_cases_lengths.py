@@ -111,7 +111,7 @@ def token_more(rank, group, p, inputs, who):
 @pytest.mark.parametrize("who", [0, 2])
 def test_l7_a_rank_with_one_token_more_is_named_on_every_rank(who):
     p = planned(tasp.Documents.of([41]), 4)
-    answers = tasp.launch(token_more, 4, p, Inputs.random(41, 2, 1, 8), who)
+    answers = tasp.launch(token_more, 4, p, Inputs.random(41, 2, 1, 8), who, timeout_s=15)
     tokens = p.num_tokens(who)
     for text, seconds in answers:
         assert f"rank {who}:" in text
@@ -181,21 +181,22 @@ FEW = ((0, 1, 0, 1), (1,) * 11, (0,), (), (1,), (2, 1), (0, 3))  # L11, and L13'
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_l11_l13_hardly_any_tokens_on_many_ranks(ranks):
-    inputs = {d: Inputs.random(sum(d), 4, 2, 8) for d in FEW}
-    some = tuple(tasp.layouts()) if ranks < 8 else ("zigzag", "striped")
-    jobs = [
-        (planned(tasp.Documents.of(d, causal=causal), ranks, s, lay), inputs[d])
-        for d in FEW for s in SCHEDULES for lay in some for causal in (True, False)
-    ]  # fmt: skip
-    for (p, row), pieces in zip(jobs, run(ranks, jobs), strict=True):
-        errors = Judge(row, p.docs).errors(pieces, p)
+    rows, jobs, judges = {d: Inputs.random(sum(d), 4, 2, 8) for d in FEW}, [], []
+    some = {1: ("zigzag",), 2: tasp.layouts(), 8: ("zigzag", "striped")}[ranks]
+    for d, causal in itertools.product(FEW, (True, False) if ranks < 8 else (True,)):
+        docs = tasp.Documents.of(d, causal=causal)
+        judge = Judge(rows[d], docs)
+        for schedule, layout in itertools.product(SCHEDULES, some):
+            jobs.append((planned(docs, ranks, schedule, layout), rows[d]))
+            judges.append(judge)
+    for (p, _), judge, pieces in zip(jobs, judges, run(ranks, jobs), strict=True):
+        errors = judge.errors(pieces, p)
         assert errors.ok, (str(p), errors)
         assert all(x.shape[0] == p.num_tokens(r) for r, piece in enumerate(pieces) for x in piece)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "tasp", "wave"])
 def test_l13_ranks_without_tokens_take_part_in_collectives(schedule):
-    # BUG: programs of ranks with empty last arrivals are a step shorter, so all-to-alls do not match
     docs, inputs = tasp.Documents.of([2, 1]), Inputs.random(3, 2, 1, 8)
     p = tasp.plan(docs, 4, schedule=schedule, schedule_options={"exchange": "all_to_all"})
     pieces = tasp.launch(results, 4, [(p, inputs)], timeout_s=10)
@@ -238,7 +239,9 @@ def differing(rank, group, nested, inputs):
 @pytest.mark.parametrize("odd", [1, 3])
 def test_l15_other_documents_on_one_rank_are_refused_on_all(odd):
     nested = [[10, 20, 10] if r != odd else [10, 10, 20] for r in range(4)]
-    for text, seconds in tasp.launch(differing, 4, nested, Inputs.random(40, 2, 1, 8)):
+    for text, seconds in tasp.launch(
+        differing, 4, nested, Inputs.random(40, 2, 1, 8), timeout_s=15
+    ):
         assert "nothing was exchanged" in text
         assert f"documents: rank {odd} has Documents.of([10, 10, 20]" in text
         assert "the others have Documents.of([10, 20, 10]" in text

@@ -236,7 +236,9 @@ def test_right_plans_pass(schedule, where, layout):
         assert report.pairs == docs.num_pairs == report.work.sum()
         assert report.work.shape == (machine.ranks, made.schedule.num_steps() + 1)
         assert report.peak_shards <= made.schedule.promise.buffer + 1e-9
-        assert report.tokens_sent.sum() == docs.total * (machine.ranks - 1)
+        everything = docs.total * (machine.ranks - 1)
+        moved = report.tokens_sent.sum()
+        assert moved <= everything if made.schedule.uneven else moved == everything
     assert (check(made.with_hops(words_of(made))).work == report.work).all()
 
 
@@ -273,5 +275,6 @@ def test_32_ranks(schedule):
     made = plan([4096, 1, 77], 32, schedule=schedule, machine="mesh8x4")
     report = check(made)
     assert report.pairs == made.docs.num_pairs
-    assert report.tokens_sent.sum() == 31 * made.docs.total
+    moved = report.tokens_sent.sum()
+    assert moved < 31 * made.docs.total if schedule == "sap" else moved == 31 * made.docs.total
     assert report.balance < 1.06

@@ -174,15 +174,22 @@ def test_the_door_says_what_it_cannot_do():
 
 
 def test_what_is_remembered_for_a_program_goes_with_it():
-    before = len(views._MADE)
-    docs = tasp.Documents.of([5] * 40)
-    inputs = Inputs.random(docs.total, 2, 2, 8)
-    in_one_process(plan := tasp.plan(docs, 1), inputs)
-    arrays = [np.arange(3)]
-    for array in arrays:
-        views.once(array, "rows", torch.device("cpu"), lambda a=len(array): torch.zeros(a))
-    assert len(views._MADE) > before
-    del plan, array, arrays
-    execute.program_of.cache_clear()
+    array = np.arange(3)
+    views.once(array, "rows", torch.device("cpu"), lambda: torch.zeros(3))
+    key = (id(array), "rows", torch.device("cpu"))
+    assert key in views._MADE
+    del array
     gc.collect()
-    assert len(views._MADE) == before
+    assert key not in views._MADE
+
+
+def test_indices_of_programs_do_not_pile_up():
+    inputs = Inputs.random(200, 2, 2, 8)
+    sizes = []
+    for length in (3, 4, 5):
+        docs = tasp.Documents.of([length] * (200 // length) + [200 % length])
+        in_one_process(tasp.plan(docs, 1), inputs)
+        execute.program_of.cache_clear()
+        gc.collect()
+        sizes.append(len(views._MADE))
+    assert sizes[0] == sizes[1] == sizes[2]

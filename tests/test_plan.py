@@ -212,7 +212,7 @@ def test_json_of_plans_that_contradict_themselves(change):
         ({"ranks": 0}, "ranks must be a whole number >= 1, got 0"),
         ({"docs": Documents.of([8], window=4)}, "window=4"),
         ({"docs": [3, -1]}, "whole numbers >= 0, got -1"),
-        ({"intra": 2}, "intra=2"),
+        ({"intra": 3}, "intra=3"),
     ],
 )
 def test_supports_says_why_not(options, reason):
@@ -241,8 +241,8 @@ def test_supports_looks_at_kv_heads(kv_heads):
         (-1, {}, PlanError, "got -1"),
         (2.5, {}, PlanError, "got 2.5"),
         (True, {}, PlanError, "got True"),
-        (4, {"intra": 2}, PlanError, "intra=2 is not supported yet; use intra=1"),
-        (4, {"intra": 0}, PlanError, "intra=0"),
+        (4, {"intra": 3}, PlanError, "intra=3 does not divide the 4 ranks"),
+        (4, {"intra": 0}, PlanError, "intra must be a whole number >= 1, got 0"),
         (4, {"machine": "mesh8"}, PlanError, "give a machine with 4 ranks"),
         (4, {"layout": "spiral"}, LayoutError, "no layout 'spiral'"),
         *(

@@ -206,7 +206,7 @@ def test_the_example_of_the_theory():
 ANYWHERE = ("ring", "tasp", "wave", "all_gather")
 CASES = [
     *itertools.product(ANYWHERE, ("mesh1", "mesh2", "mesh5", "mesh6", "mesh1x4"), [None]),
-    *itertools.product(schedules(), ("mesh2x2", "mesh4x3"), [None]),
+    *itertools.product(set(schedules()) - {"sap"}, ("mesh2x2", "mesh4x3"), [None]),
     *itertools.product(
         ["wave"], ("mesh2x2", "mesh4x3"), [{"blocks": 3, "twins": b} for b in (1, 2)]
     ),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table as Grid
 
 from ..check import Report, check
 from ..documents import Documents
@@ -34,6 +33,7 @@ METHODS = (  # label, schedule, layout, ranks a node (0: all)
     ("Zigzag-TASP", "tasp", "zigzag", 0),
     ("wave 1x8", "wave", "zigzag", 0),
     ("wave 2x4", "wave", "zigzag", 4),
+    ("TASP per-doc", "tasp", "per_document", 0),
 )
 
 
@@ -80,32 +80,29 @@ def attend_all(
 
 def _busiest(row: Row) -> str:
     src, dst, shares = row.report.busiest
-    amount = f"{shares / row.plan.schedule.num_shares:.2f} KV"
+    amount = f"{shares / row.plan.schedule.num_shares:.3g} KV"
     return (
         f"{src}>{dst} {amount}" if row.report.min_load != row.report.max_load else f"all {amount}"
     )
 
 
-def error_table(rows: list[Row]) -> Grid:
-    """The demo's one table."""
-    grid = Grid(title="forward and backward on real ranks, against the float64 oracle")
-    heads = ("method", "out error", "grad error", "of plain", "MB sent fwd", "bwd", "links busy",
-             "busiest link", "work max/mean")  # fmt: skip
-    for name in heads:
-        grid.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
+def error_table(rows: list[Row]) -> str:
+    """The demo's one table, 80 columns wide."""
+    lines = [
+        "forward and backward on real ranks, against the float64 oracle",
+        f"{'method':<12} {'out':>7} {'grads':>7} {'/plain':>6}   {'MB sent':>5}  bwd  "
+        f"{'links':>6} {'busiest link':>12}   work",
+        f"{'':<12} {'error':>7} {'error':>7} {'':>6}   {'fwd':>5} {'':>5} {'busy':>7} {'':>12} max/mean",
+    ]
     for row in rows:
         e, r = row.errors, row.report
-        grad = max(e.ours[n] for n in ("dq", "dk", "dv"))
-        mb = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
-        grid.add_row(
-            row.label, f"{e.ours['out']:.1e}", f"{grad:.1e}", f"{e.ratio:.2f}x",
-            *(f"{x:.2f}" for x in mb), f"{r.busy:.1%}", _busiest(row), f"{r.balance:.3f}",
-        )  # fmt: skip
-    grid.caption = (
-        "of plain: worst error over the plain kernel's own; MB: most any rank sends; "
-        "links busy: mean share of links in use per step"
-    )
-    return grid
+        grads = max(e.ours[n] for n in ("dq", "dk", "dv"))
+        forward, backward = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
+        lines.append(
+            f"{row.label:<12} {e.ours['out']:>7.1e} {grads:>7.1e} {e.ratio:>5.2f}x   "
+            f"{forward:>5.2f} {backward:>5.2f}  {r.busy:>6.1%} {_busiest(row):>12} {r.balance:>8.3f}"
+        )
+    return "\n".join(lines)
 
 
 def demo(
@@ -121,10 +118,15 @@ def demo(
     say(
         f"packed {tokens} bytes of Python's manual: {len(docs.lengths)} documents, {docs.num_pairs} pairs"
     )
-    small = plan(docs, 4, schedule="tasp", layout="zigzag")
-    console.print(f"\n{small}\n\n{check(small)}\n", highlight=False, soft_wrap=True)
+    small, large = (plan(docs, n, schedule="tasp", layout="zigzag") for n in (3, ranks))
+    console.print(f"\n{small}\n", highlight=False, soft_wrap=True)
+    console.print(f"{large.summary()}\n{check(large)}\n", highlight=False, soft_wrap=True)
     rows = attend_all(inputs, docs, ranks, say)
-    console.print(error_table(rows))
+    console.print(f"\n{error_table(rows)}", highlight=False, soft_wrap=True)
+    console.print(
+        "/plain: worst error over the plain kernel's own; MB: the most any rank sends;\n"
+        "links busy: mean share of links in use per step; KV: keys and values of one rank\n"
+    )
     losses = {}
     for count in (1, 4):
         say(f"training a tiny Llama for {steps} steps on {count} rank{'s' * (count > 1)}")

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlanError
+from ..layout import Layout
 from ..topology import Machine
 from .base import DKV, KINDS, KV, Hops, Promise, Schedule, Table
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
+from .sap import Sap
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
@@ -17,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    cls.name: cls for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather)
+    cls.name: cls for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather, Sap)
 }
 
 
@@ -33,14 +35,23 @@ def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any
 
 
 EXCHANGES = ("p2p", "all_to_all")
-OPTIONS = {"wave": ("exchange", "blocks", "twins"), "all_gather": ()}
+OPTIONS = {
+    "wave": ("exchange", "blocks", "twins"),
+    "all_gather": (),
+    "sap": ("exchange", "buffer_tokens"),
+}
 DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
     "wave": _wave_options
 }
 
 
-def build(name: str, machine: Machine, options: Mapping[str, Any] | None = None) -> Schedule:
-    """The named schedule on a machine, its options resolved.
+def build(
+    name: str,
+    machine: Machine,
+    options: Mapping[str, Any] | None = None,
+    layout: Layout | None = None,
+) -> Schedule:
+    """The named schedule on a machine, its options resolved; `layout` for those compiled for one.
 
     Raises:
         PlanError: an unknown name or option, or a machine the schedule cannot serve.
@@ -63,6 +74,9 @@ def build(name: str, machine: Machine, options: Mapping[str, Any] | None = None)
         raise PlanError(f"exchange must be one of {EXCHANGES}, got {given['exchange']!r}")
     resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
     node_size = machine.ranks if name == "all_gather" else machine.node_size
+    if SCHEDULES[name].uneven:
+        resolved = {**resolved, "layout": layout}
+        return SCHEDULES[name](machine.ranks, node_size, **resolved)
     schedule = SCHEDULES[name](machine.ranks, node_size, **resolved)
     schedule.promise  # noqa: B018  (a schedule that cannot exist on this machine says so here)
     return schedule

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import PlanError
+from ..layout import Layout
 
 KINDS = ("kv", "dkv")
 KV, DKV = range(2)
@@ -120,6 +121,11 @@ class Schedule(ABC):
     exchange: str = "p2p"  # or "all_to_all": each step is one collective
 
     name = ""
+    uneven = False  # shares of different sizes: memory is then counted in tokens, not in shares
+
+    def cuts(self, layout: Layout, rank: int) -> np.ndarray:
+        """Local borders of a rank's shares, int64 [parts, num_shares + 1]: share j has part j of each."""
+        return layout.share_cuts(rank, self.num_shares)
 
     @property
     @abstractmethod
@@ -171,8 +177,16 @@ class Table(Schedule):
     words: tuple[str, ...] = ()
     shares: int = 1
     claim: Promise = RING_PROMISE
+    like: Schedule | None = None  # whose cuts of tokens into shares it keeps, where they are uneven
 
     name = "table"
+
+    @property
+    def uneven(self) -> bool:  # type: ignore[override]
+        return self.like is not None
+
+    def cuts(self, layout: Layout, rank: int) -> np.ndarray:
+        return self.like.cuts(layout, rank) if self.like else super().cuts(layout, rank)
 
     @property
     def num_shares(self) -> int:

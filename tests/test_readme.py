@@ -1,0 +1,92 @@
+"""The README is true: its snippets run, its commands work, its figures are those of result files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = re.findall(r"^    (python -m tasp_core .*)$", README, flags=re.MULTILINE)
+RESULTS = ROOT / "visualize" / "results"
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_it_stays_short():
+    assert len(README.splitlines()) < 200
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command):
+    done = run(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_script_for_two_processes(tmp_path):
+    (tmp_path / "hello.py").write_text(SNIPPETS[0])
+    assert len(SNIPPETS[0].splitlines()) <= 20
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "hello.py",
+               cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\[1065, 8, 64\] \[2130, 8, 64\] \d\.\d{4}", done.stdout.strip())
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS[1:])
+def test_other_snippets(snippet, tmp_path):
+    (tmp_path / "snippet.py").write_text(snippet)
+    done = run("snippet.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_block_is_the_result_files():
+    rows = json.loads((RESULTS / "demo.json").read_text())["attention"]
+    assert len(rows) == 9
+    for row in rows:
+        line = next(x for x in README.splitlines() if x.startswith(f"    {row['label']:<12} "))
+        errors = row["errors"]
+        grads = max(errors["ours"][n] for n in ("dq", "dk", "dv"))
+        shown = (
+            f"{errors['ours']['out']:.1e}", f"{grads:.1e}", f"{errors['ratio']:.2f}x",
+            f"{max(row['bytes_sent']['forward']) / 1e6:.2f}",
+            f"{max(row['bytes_sent']['backward']) / 1e6:.2f}", f"{row['links_busy']:.1%}",
+            f"{row['work_max_mean']:.3f}",
+        )  # fmt: skip
+        at = -1
+        for text in shown:  # in this order
+            at = line.find(text, at + 1)
+            assert at >= 0, (line, text)
+
+
+def test_the_overhead_is_the_result_file():
+    result = json.loads((RESULTS / "overhead.json").read_text())
+    assert result["errors"]["ok"]
+    assert f"{result['ratio']:.2f} x" in README
+    assert f"{result['least_ratio']:.2f} x" in README
+
+
+def test_the_notebook_runs_cell_by_cell():
+    cells = json.loads((ROOT / "notebooks" / "index.ipynb").read_text())["cells"]
+    assert all(not c.get("outputs") for c in cells)
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    code = code.replace("from IPython.display import SVG", "SVG = str")
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "what it does not hold" in done.stdout or "never receives" in done.stdout

@@ -1,0 +1,107 @@
+"""Ulysses around any schedule (USP = ulysses x ring, HSAP = ulysses x sap); cases H1, H2, L8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tasp_core as tasp
+from tasp_core.heads import split_heads
+from tasp_core.lab.measure import Inputs, Judge, run_rank
+
+ROW = [67, 101, 0, 1, 44]
+INNER = (("ring", None), ("tasp", None), ("all_gather", None), ("sap", None), ("wave", "nodes"))
+
+
+def run_all(rank, group, jobs):
+    return [run_rank(rank, group, p, inputs)[0] for p, inputs in jobs]
+
+
+def wrong(ranks, plans, heads):
+    """Plans whose results are not within their limits."""
+    jobs = [(p, Inputs.random(p.docs.total, *heads, 8)) for p in plans]
+    by_rank = tasp.launch(run_all, ranks, jobs)
+    judges = [Judge(inputs, p.docs) for p, inputs in jobs]
+    found = [judge.errors([r[i] for r in by_rank], jobs[i][0]) for i, judge in enumerate(judges)]
+    return [(p.summary(), e) for p, e in zip(plans, found, strict=True) if not e.ok]
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (40, 8), (24, 6)])
+@pytest.mark.parametrize(("ranks", "intra"), [(2, 2), (4, 2), (4, 4), (8, 4)])
+def test_exact_around_every_schedule(ranks, intra, heads):
+    plans = []
+    for schedule, where in INNER:
+        machine = f"mesh{ranks // 2}x2" if where else None
+        if where and (ranks // 2) % intra:
+            continue
+        for causal in (True, False):
+            docs = tasp.Documents.of(ROW, causal=causal)
+            plans.append(tasp.plan(docs, ranks, schedule=schedule, machine=machine, intra=intra))
+    assert wrong(ranks, plans, heads) == []
+
+
+def test_h1_many_ranks():
+    for ranks, intra, heads in ((8, 8, (32, 2)), (8, 8, (8, 1)), (16, 4, (40, 8))):
+        assert wrong(ranks, [tasp.plan([50], ranks, intra=intra)], heads) == []
+
+
+def test_l8_odd_length():
+    plans = [tasp.plan([4097], 4, schedule=s, intra=2) for s in ("ring", "sap")]
+    assert wrong(4, plans, (2, 1)) == []
+
+
+def test_tokens_are_placed_once_and_located():
+    p = tasp.plan(ROW, 8, intra=2, layout="per_document")
+    tokens = [p.tokens(r) for r in range(8)]
+    assert sorted(np.concatenate(tokens).tolist()) == list(range(sum(ROW)))
+    for rank, mine in enumerate(tokens):
+        assert len(mine) == p.num_tokens(rank)
+        found, row = p.locate(mine)
+        assert (found == rank).all()
+        assert (row == np.arange(len(mine))).all()
+    x = torch.arange(sum(ROW))
+    assert torch.equal(tasp.unshard([tasp.shard(x, p, r) for r in range(8)], p), x)
+    assert tasp.Plan.from_json(p.to_json()) == p
+    assert p.fingerprint() != tasp.plan(ROW, 8, intra=4, layout="per_document").fingerprint()
+    assert tasp.check(p).pairs == p.docs.num_pairs
+
+
+def test_key_value_heads_travel_no_more_than_they_must():
+    assert [h[2:] for h in split_heads(8, 2, 8)] == [(0, 1)] * 4 + [(1, 2)] * 4
+    assert [h[2:] for h in split_heads(24, 6, 4)] == [(0, 2), (1, 3), (3, 5), (4, 6)]
+
+
+def test_h2_heads_that_cannot_be_shared_are_refused_with_what_works():
+    reason = tasp.supports([100], 8, heads=28, kv_heads=4, intra=8).reason
+    assert "28 query heads" in reason
+    assert "use intra=4" in reason
+    assert tasp.supports([100], 8, heads=28, kv_heads=4, intra=4)
+
+    def attend(rank, group):
+        p = tasp.plan([40], 2, intra=2)
+        q, k, v, _ = (tasp.shard(x, p, rank) for x in Inputs.random(40, 3, 1, 8).tensors())
+        with pytest.raises(tasp.PlanError, match="use intra=1"):
+            tasp.attention(q, k, v, p, group)
+
+    tasp.launch(attend, 2)
+
+
+def test_groups_must_fit_into_nodes():
+    with pytest.raises(
+        tasp.PlanError, match=r"intra=4 does not divide the 2 ranks .* use one of 1, 2"
+    ):
+        tasp.plan([64], 8, machine="mesh2x4", intra=4)
+    assert tasp.plan([64], 8, machine="mesh4x2", intra=4).machine.node_size == 1
+
+
+def test_batches_equal_rows_one_by_one():
+    def attend(rank, group):
+        p = tasp.plan([30, 11], 4, intra=2, schedule="sap")
+        rows = [Inputs.random(41, 4, 2, 8, seed=s).tensors()[:3] for s in (1, 2)]
+        local = [[tasp.shard(x, p, rank) for x in row] for row in rows]
+        batch = [torch.stack(x) for x in zip(*local, strict=True)]
+        one_by_one = torch.stack([tasp.attention(*row, p, group) for row in local])
+        return float((tasp.attention(*batch, p, group) - one_by_one).abs().max())
+
+    assert max(tasp.launch(attend, 4)) < 1e-6
