@@ -9,15 +9,18 @@ from importlib import import_module
 from typing import Any
 
 from .attention import attention
-from .check import Report, check
+from .check import check
 from .documents import Documents
 from .errors import LayoutError, PlanError, TopologyError, TransportError
+from .explain import Explanation, explain
 from .launch import RankError, launch
 from .layout import layouts
 from .lower import Program, lower
-from .plan import Plan, plan, supports
+from .plan import Plan, plan
+from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules
+from .support import supports
 from .topology import Machine, cut_bound, machine
 
 __version__ = "0.1.0"
@@ -35,6 +38,7 @@ _TENSOR_NAMES = {
 
 __all__ = [
     "Documents",
+    "Explanation",
     "LayoutError",
     "Machine",
     "Plan",
@@ -49,6 +53,7 @@ __all__ = [
     "check",
     "cut_bound",
     "decompose",
+    "explain",
     "launch",
     "layouts",
     "lower",

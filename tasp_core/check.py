@@ -11,74 +11,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from .errors import PlanError
 from .plan import Plan
+from .report import Report
 from .schedules import DKV, KV, Hops
 from .tiles import pair_table, take, working_order
 
 MOST_STEPS = 1_000_000
 NEVER = np.iinfo(np.int64).max // 2
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `check` found; loads count shares a link and step, forward pass.
-
-    Attributes:
-        max_load, min_load: most and least shares a link inside a node carries in a step (between
-            nodes of one rank: a NIC).
-        max_nic, min_nic: the same for shares a rank sends over its NIC.
-        busy: mean share of the links that carry something in a step.
-        busiest: (src, dst, shares) of the link, or (rank, rank, shares) of the NIC, with the most in all.
-        pairs: visible (query, key) pairs, each computed exactly once.
-        peak_shards: most travelling KV a rank holds, in multiples of one rank's KV.
-        work: pairs computed, int64 [ranks, steps + 1].
-        tokens_sent: tokens of KV each rank sends, int64 [ranks].
-        messages: hops with tokens in them, whole forward pass.
-    """
-
-    max_load: int
-    min_load: int
-    max_nic: int
-    min_nic: int
-    busy: float
-    busiest: tuple[int, int, int]
-    pairs: int
-    peak_shards: float
-    work: np.ndarray
-    tokens_sent: np.ndarray
-    messages: int
-
-    @property
-    def balance(self) -> float:
-        """Work of the busiest rank over the mean; 1.0 is perfect."""
-        total = self.work.sum(axis=1)
-        return float(total.max() / total.mean()) if total.any() else 1.0
-
-    @property
-    def step_balance(self) -> float:
-        """The worst step's work max/mean over ranks."""
-        mean = self.work.mean(axis=0)
-        some = mean > 0
-        return float((self.work.max(axis=0)[some] / mean[some]).max(initial=1.0))
-
-    def __str__(self) -> str:
-        return "\n".join(
-            (
-                f"holding    proved: every hop sends what its rank holds ({self.messages} messages)",
-                f"coverage   proved: {self.pairs} visible pairs, each computed once, no other pair",
-                f"links      proved: {self.min_load}..{self.max_load} shares a link and step, "
-                f"{self.busy:.1%} of the links busy per step",
-                f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank",
-                "gradients  proved: every contribution reaches its owner exactly once",
-                f"work       max/mean {self.balance:.4f} over ranks, "
-                f"{self.step_balance:.4f} in the worst step",
-            )
-        )
 
 
 class _Checker:
@@ -212,13 +154,10 @@ class _Checker:
         np.maximum.at(last, at, hops.step[relayed])
         change = np.zeros((self.n, int(last.max()) + 2), dtype=np.int64)
         rank, owner, share = np.nonzero((self.arrival >= 0) & (self.arrival < NEVER))
-        size: np.ndarray | int = 1
-        if self.plan.schedule.uneven:
-            size = self.tokens(Hops(owner, rank, rank, owner, share, owner))
+        size, most = self.plan.amounts(Hops(owner, rank, rank, owner, share, owner))
         np.add.at(change, (rank, self.arrival[rank, owner, share]), size)
         np.add.at(change, (rank, last[rank, owner, share] + 1), -size)
         live = np.cumsum(change, axis=1)
-        most = self.plan.layout.counts.max() if self.plan.schedule.uneven else self.shares
         peak = float(live.max() / most)
         promised = self.plan.schedule.promise.buffer
         if peak > promised + 1e-9:

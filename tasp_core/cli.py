@@ -14,13 +14,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .check import Report
 from .check import check as prove
 from .documents import Documents
 from .errors import PlanError
+from .explain import explain
 from .layout import layouts
 from .plan import Plan
 from .plan import plan as make_plan
+from .report import Report
 from .rings import decompose
 from .schedules import schedules
 
@@ -41,6 +42,10 @@ MachineName = Annotated[
 Options = Annotated[
     str, typer.Option("--options", help="Schedule options, e.g. blocks=15,twins=14.")
 ]
+Intra = Annotated[int, typer.Option(help="Ranks a Ulysses group: heads are divided inside it.")]
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+KvHeads = Annotated[int, typer.Option(help="Key/value heads.")]
+HeadDim = Annotated[int, typer.Option(help="Head dim of q, k and v.")]
 Full = Annotated[bool, typer.Option("--full", help="Full mask instead of causal.")]
 
 
@@ -65,11 +70,12 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _plan(
-    docs: str, ranks: int, schedule: str, layout: str, machine: str | None, options: str, full: bool
-) -> Plan:
+    docs: str, ranks: int, schedule: str, layout: str, machine: str | None, options: str, full: bool,
+    intra: int,
+) -> Plan:  # fmt: skip
     row = Documents.of(lengths(docs), causal=not full)
     return make_plan(
-        row, ranks, schedule=schedule, layout=layout, machine=machine,
+        row, ranks, schedule=schedule, layout=layout, machine=machine, intra=intra,
         schedule_options=_options(options),
     )  # fmt: skip
 
@@ -114,18 +120,24 @@ def plan_command(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
+    intra: Intra = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 2,
+    head_dim: HeadDim = 64,
+    dtype: Annotated[str, typer.Option(help="Of the tensors, for bytes.")] = "bfloat16",
     backward: Annotated[bool, typer.Option("--backward", help="Show the backward table.")] = False,
     json_: Json = False,
 ) -> None:
-    """Print a plan: its table of hops, or with --json the plan itself."""
-    p = _plan(docs, ranks, schedule, layout, machine, options, full)
+    """Print a plan: its table of hops and what it costs each rank, or with --json the plan itself."""
+    p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
     if json_:
         sys.stdout.write(p.to_json() + "\n")
         return
+    cost = explain(p, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     console.print(p.summary())
-    console.print(p.table(backward=backward))
-    counts = ", ".join(map(str, p.layout.counts.tolist()))
-    console.print(f"tokens a rank: {counts}; fingerprint {p.fingerprint()[:16]}")
+    console.print(p.table(backward=backward) + "\n")
+    console.print(str(cost).split("\n", 1)[1])
+    console.print(f"fingerprint {p.fingerprint()[:16]}")
 
 
 @app.command()
@@ -137,6 +149,7 @@ def check(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
+    intra: Intra = 1,
     file: Annotated[
         Path | None, typer.Option(help="A plan's JSON file instead of options.")
     ] = None,
@@ -148,7 +161,7 @@ def check(
             raise PlanError(f"no plan file {str(file)!r}; write one with: plan --json > FILE")
         p = Plan.from_json(file.read_text())
     else:
-        p = _plan(docs, ranks, schedule, layout, machine, options, full)
+        p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
     try:
         report = prove(p)
     except PlanError as error:
@@ -172,9 +185,10 @@ def run(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
-    head_dim: Annotated[int, typer.Option(help="Head dim of q, k and v.")] = 64,
+    intra: Intra = 1,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 2,
+    head_dim: HeadDim = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     kernel: Annotated[str, typer.Option(help="auto, math, aten or flash.")] = "auto",
     json_: Json = False,
@@ -187,7 +201,7 @@ def run(
     kind = getattr(torch, dtype, None)
     if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise PlanError(f"dtype {dtype!r} is not one of float32, bfloat16, float16, float64")
-    p = _plan(docs, ranks, schedule, layout, machine, options, full)
+    p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
     inputs = Inputs.random(p.docs.total, heads, kv_heads, head_dim, dtype=kind)
     errors, seconds = verify(p, inputs, kernel=kernel)
     sent = sent_bytes(p, kv_heads, 2 * head_dim, kind)

@@ -8,6 +8,7 @@ Four ranks, one document, "0" = held by rank 0:
     zigzag        00 11 22 33 33 22 11 00      blocks: front and back, so causal work is even
     striped       0123 0123 0123 0123          blocks: 1; even too, but every tile is a stripe
     per_document  zigzag inside each document  blocks: all fronts, all backs
+    balanced      see balanced.py              blocks: 1; made for schedule sap
 
 Ranks may hold different counts, so no length needs padding: what 2P does not divide makes the first
 zigzag blocks one token longer, where a token has the least work.
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from .balanced import place
 from .documents import Documents
 from .errors import LayoutError, whole
 
@@ -111,11 +113,25 @@ def _per_document(docs: Documents, ranks: int, rank: int) -> Shard:
     return Shard(segments, np.array([0, cut, int(sizes.sum())]))
 
 
+@lru_cache(maxsize=64)
+def _placed(docs: Documents, ranks: int) -> list[np.ndarray]:
+    return place(docs.lengths, ranks, causal=docs.causal)
+
+
+def _balanced(docs: Documents, ranks: int, rank: int) -> Shard:
+    """short documents whole, long ones cut: equal tokens and work, and little has to move"""
+    pieces = _placed(docs, ranks)[rank]
+    begin = docs.cu_seqlens[pieces[:, 0]]
+    ends = [begin + pieces[:, 1], begin + pieces[:, 2], np.ones_like(begin)]
+    return Shard(np.stack(ends, axis=1), np.array([0, (pieces[:, 2] - pieces[:, 1]).sum()]))
+
+
 LAYOUTS: dict[str, Callable[[Documents, int, int], Shard]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "striped": _striped,
     "per_document": _per_document,
+    "balanced": _balanced,
 }
 
 

@@ -19,13 +19,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .documents import Documents
 from .errors import PlanError, whole
-from .heads import split_heads
 from .layout import Layout
 from .recipe import between_groups, read_schedule, recipe, refuse_window, resolve_machine
 from .schedules import KINDS, Hops, Promise, Schedule, Table, build
@@ -112,6 +111,14 @@ class Plan:
     def unit_of(self, hops: Hops, part: int) -> np.ndarray:
         """Number of the unit each hop moves for one part of its share."""
         return (hops.owner * self.units.parts + part) * self.schedule.num_shares + hops.share
+
+    def amounts(self, hops: Hops) -> tuple[np.ndarray, int]:
+        """What each hop moves, and the most a rank has: tokens where shares are uneven, else shares."""
+        if not self.schedule.uneven:
+            return np.ones_like(hops.share), self.schedule.num_shares
+        parts = range(self.units.parts)
+        tokens = np.sum([self.units.count[self.unit_of(hops, p)] for p in parts], axis=0)
+        return tokens, max(1, int(self.layout.counts.max()))
 
     @cached_property
     def _digest(self) -> str:
@@ -213,16 +220,6 @@ class Plan:
         return f"{self.summary()}\n{self.table()}"
 
 
-class Support(NamedTuple):
-    """The answer of `supports`: true, or false with the reason."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 def plan(
     docs: Documents | Iterable[int],
     ranks: int,
@@ -259,40 +256,3 @@ def plan(
     found = between_groups(resolve_machine(machine, ranks), intra)
     placed = Layout(layout, docs, found.ranks)
     return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
-
-
-def supports(
-    docs: Documents | Iterable[int] = (),
-    ranks: int = 1,
-    *,
-    mask: str | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    **options: Any,
-) -> Support:
-    """Whether `plan(docs, ranks, **options)` and attention with these heads work, or the reason not.
-
-    Args:
-        mask: a kind of mask; "causal" and "full" are known.
-        heads, kv_heads: query heads and key/value heads.
-
-    >>> supports([8], 4, mask="prefix_lm").reason
-    "mask 'prefix_lm' is not supported; causal and full are (Documents.of(..., causal=...))"
-    """
-    if mask not in (None, "causal", "full"):
-        reason = (
-            f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
-        )
-        return Support(False, reason)
-    shared = heads if kv_heads is None else kv_heads
-    if heads is not None and (heads < 1 or shared is None or shared < 1 or heads % shared):
-        return Support(
-            False, f"{heads} query heads are not a multiple of {kv_heads} key/value heads"
-        )
-    try:
-        made = plan(docs, ranks, **options)
-        if heads is not None and shared is not None:
-            split_heads(heads, shared, made.intra)
-    except ValueError as error:
-        return Support(False, str(error))
-    return Support(True, "yes")

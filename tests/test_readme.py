@@ -58,7 +58,7 @@ def test_other_snippets(snippet, tmp_path):
 
 def test_the_demo_block_is_the_result_files():
     rows = json.loads((RESULTS / "demo.json").read_text())["attention"]
-    assert len(rows) == 9
+    assert len(rows) == 10
     for row in rows:
         line = next(x for x in README.splitlines() if x.startswith(f"    {row['label']:<12} "))
         errors = row["errors"]

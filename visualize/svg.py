@@ -80,12 +80,12 @@ def clean(label: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number as short as three digits allow.
+    """A number as short as three digits and two decimals allow.
 
     >>> number(7.0), number(13 / 7), number(1 / 7)
-    ('7', '1.86', '0.143')
+    ('7', '1.86', '0.14')
     """
-    return f"{value:.3g}"
+    return f"{round(value, 2):.3g}"
 
 
 def span(least: float, most: float) -> str:

@@ -47,23 +47,25 @@ class Traffic(NamedTuple):
         Raises:
             ValueError: more ranks than a picture can show.
         """
-        n, shares, hops = plan.ranks, plan.schedule.num_shares, plan.hops()
+        n, hops = plan.layout.ranks, plan.hops()
+        moved, whole = plan.amounts(hops)
         if n > MOST_RANKS:
             raise ValueError(f"a picture of {n} ranks cannot be read; draw at most {MOST_RANKS}")
         node = np.arange(n) // plan.machine.node_size
         crossing = node[:, None] != node[None, :]
-        kv = np.bincount(hops.src * n + hops.dst, minlength=n * n).reshape(n, n) / shares
+        kv = np.bincount(hops.src * n + hops.dst, moved, minlength=n * n).reshape(n, n) / whole
         nic = crossing[hops.src, hops.dst]
         channel = np.where(nic, n * n + hops.src, hops.src * n + hops.dst)
         steps = int(hops.step.max()) + 1 if hops.step.size else 0
         size = n * n + n
-        load = np.bincount(hops.step * size + channel, minlength=steps * size).reshape(steps, size)
+        load = np.bincount(hops.step * size + channel, moved, minlength=steps * size)
+        load = load.reshape(steps, size)
         working = np.asarray(load.any(axis=0))
         num_links = int(np.count_nonzero(~crossing)) - n
         num_nics = n if crossing.any() else 0
         used = (int(working[: n * n].sum()), num_links), (int(working[n * n :].sum()), num_nics)
         busy = (load > 0).sum(axis=1) / max(1, num_links + num_nics)
-        step_kv = Fraction(int(load.max(initial=0)), shares)
+        step_kv = Fraction(int(load.max(initial=0)), whole)
         return cls(kv, crossing, used, busy, step_kv, plan.schedule.collective)
 
     @property

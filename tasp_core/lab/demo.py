@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 
-from ..check import Report, check
+from ..check import check
 from ..documents import Documents
 from ..launch import launch
 from ..plan import Plan, plan
+from ..report import Report
 from .llama import Block
 from .measure import Inputs, Judge, as_dict, sent_bytes, verify
 from .results import write
@@ -34,6 +36,7 @@ METHODS = (  # label, schedule, layout, ranks a node (0: all)
     ("wave 1x8", "wave", "zigzag", 0),
     ("wave 2x4", "wave", "zigzag", 4),
     ("TASP per-doc", "tasp", "per_document", 0),
+    ("SAP balanced", "sap", "balanced", 0),
 )
 
 
@@ -79,11 +82,14 @@ def attend_all(
 
 
 def _busiest(row: Row) -> str:
-    src, dst, shares = row.report.busiest
-    amount = f"{shares / row.plan.schedule.num_shares:.3g} KV"
-    return (
-        f"{src}>{dst} {amount}" if row.report.min_load != row.report.max_load else f"all {amount}"
-    )
+    """The link that carries most in all, and how much; "all" where they are alike."""
+    hops, n = row.plan.hops(), row.plan.ranks
+    moved, whole = row.plan.amounts(hops)
+    inside = hops.src // row.plan.machine.node_size == hops.dst // row.plan.machine.node_size
+    total = np.bincount((hops.src * n + hops.dst)[inside], moved[inside], minlength=n * n)
+    top = int(total.argmax())
+    name = "all" if row.report.min_load == row.report.max_load else f"{top // n}>{top % n}"
+    return f"{name} {total[top] / whole:.3g} KV"
 
 
 def error_table(rows: list[Row]) -> str:

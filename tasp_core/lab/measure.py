@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..attention import attention
 from ..documents import Documents
+from ..explain import wire_bytes
 from ..kernels import oracle, resolve
 from ..launch import launch
 from ..lower import lower
 from ..plan import Plan
-from ..schedules import DKV
 from ..tensors import shard, unshard
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -127,20 +127,14 @@ def sent_bytes(plan: Plan, kv_heads: int, dims: int, dtype: torch.dtype) -> dict
     Args:
         dims: key dim plus value dim.
     """
-    row, wide = kv_heads * dims * dtype.itemsize, kv_heads * dims * max(4, dtype.itemsize)
-    result = {}
-    for name, backward in (("forward", False), ("backward", True)):
-        totals = []
-        for rank in range(plan.ranks):
-            program = lower(plan, rank, backward=backward)
-            total = sum(
-                m.count * (wide if m.kind == DKV else row) for s in program.steps for m in s.sends
-            )
-            if program.collective:  # every rank's padded rows go to every other rank
-                total += program.gathered_rows * (plan.ranks - 1) * row
-            totals.append(total)
-        result[name] = totals
-    return result
+    rows = (kv_heads * dims * dtype.itemsize, kv_heads * dims * max(4, dtype.itemsize))
+    return {
+        name: [
+            wire_bytes(lower(plan, rank, backward=backward), *rows, sent=True)
+            for rank in range(plan.ranks)
+        ]
+        for name, backward in (("forward", False), ("backward", True))
+    }
 
 
 def verify(

@@ -1,0 +1,83 @@
+"""explain: what is counted is what is sent, held and called (case G8)."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tasp_core as tasp
+from tasp_core.lab.measure import Inputs
+
+PLANS = [
+    tasp.plan([137, 201, 89], 4, schedule=s, layout=lay, machine=m, intra=a)
+    for s, m, a in (
+        ("ring", None, 1), ("tasp", None, 1), ("wave", "mesh2x2", 1), ("sap", None, 1), ("ring", None, 2)
+    )
+    for lay in ("zigzag", "per_document")
+]  # fmt: skip
+
+
+def counted(rank, group, plans):
+    """Bytes this rank hands to torch.distributed, forward and backward."""
+    sent = [0]
+    batch, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+
+    def post(ops):
+        sent[0] += sum(x.tensor.numel() * x.tensor.itemsize for x in ops if x.op is dist.isend)
+        return batch(ops)
+
+    def exchange(into, out, into_sizes, out_sizes, **kwargs):
+        row = out[0].numel() * out.itemsize if len(out) else 0
+        sent[0] += row * (sum(out_sizes) - out_sizes[rank])
+        return all_to_all(into, out, into_sizes, out_sizes, **kwargs)
+
+    dist.batch_isend_irecv, dist.all_to_all_single = post, exchange
+    result = []
+    for p in plans:
+        sent[0] = 0
+        inputs = Inputs.random(p.docs.total, 4, 2, 8)
+        q, k, v, dout = (tasp.shard(x, p, rank) for x in inputs.tensors())
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = tasp.attention(q, k, v, p, group)
+        forward = sent[0]
+        out.backward(dout)
+        result.append((forward, sent[0] - forward))
+    return result
+
+
+def test_bytes_are_those_that_are_sent():
+    by_rank = tasp.launch(counted, 4, PLANS)
+    for i, p in enumerate(PLANS):
+        cost = tasp.explain(p, heads=4, kv_heads=2, head_dim=8, dtype="float32")
+        lse = [p.num_tokens(r) * 0 for r in range(4)]
+        if p.intra > 1:  # the log-sum-exp travels home too: 4 bytes a token and head of the others
+            groups = [np.diff(p.member_tokens(g)) for g in range(p.inner.ranks)]
+            lse = [4 * 2 * int(g.sum() - g[m]) for g in groups for m in range(p.intra)]
+        for r in cost.ranks:
+            out, inside = r.bytes_out, r.bytes_heads
+            expected = (out[0] + inside[0] + lse[r.rank], out[1] + inside[1])
+            assert by_rank[r.rank][i] == expected, (p.summary(), r)
+
+
+def test_sums_steps_and_calls():
+    for p in PLANS:
+        cost = tasp.explain(p, heads=4, kv_heads=2, head_dim=8, dtype=str(torch.bfloat16))
+        assert sum(r.tokens for r in cost.ranks) == p.docs.total
+        assert sum(r.work for r in cost.ranks) == p.docs.num_pairs * p.intra
+        for i in (0, 1):
+            assert sum(r.bytes_in[i] for r in cost.ranks) == sum(r.bytes_out[i] for r in cost.ranks)
+        assert all(r.calls[0] <= 2 * r.steps[0] for r in cost.ranks)
+        json.dumps(cost.as_dict())
+        assert len(str(cost).splitlines()) == 4 + 3
+
+
+def test_errors():
+    with pytest.raises(tasp.PlanError, match="dtype must be one of float16"):
+        tasp.explain(PLANS[0], dtype="int8")
+    with pytest.raises(tasp.PlanError, match="use intra=1"):
+        tasp.explain(PLANS[-1], heads=3, kv_heads=1)
