@@ -240,29 +240,27 @@ def demo(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="overhead")],
+    what: Annotated[str, typer.Argument(help="overhead or packed")],
     out: Annotated[Path | None, typer.Option(help="Result file.")] = None,
     json_: Json = False,
 ) -> None:
     """Measure; the output is compared with the oracle first."""
     from .lab.bench import overhead
+    from .lab.packed import packed
     from .lab.results import write
 
-    if what != "overhead":
-        raise PlanError(f"no benchmark {what!r}; known is overhead")
-    result = overhead()
+    def say(text: str) -> None:
+        if not json_:
+            console.print(text)
+
+    if what not in ("overhead", "packed"):
+        raise PlanError(f"no benchmark {what!r}; known are overhead and packed")
+    result = overhead(say) if what == "overhead" else packed(say)
     if out is not None:
-        write(out, "overhead", **result)
+        write(out, what, **result)
     if json_:
         _show(result)
-    elif result["errors"]["ok"]:
-        c = result["config"]
-        console.print(
-            f"{c['ranks']} ranks, {c['tokens']} tokens, {c['heads']} heads of {c['head_dim']}, "
-            f"{c['layout']} {c['schedule']}, causal forward: {result['ratio']:.3f} x the CPU time "
-            f"of the plain kernel on one process (least samples: {result['least_ratio']:.3f} x)"
-        )
-    raise typer.Exit(0 if result["errors"]["ok"] else 1)
+    raise typer.Exit(0 if result["right"] else 1)
 
 
 @app.command()
