@@ -103,11 +103,6 @@ class _Checker:
             self.fail(f"{work.sum()} pairs are computed, {plan.docs.num_pairs} are visible")
         return work
 
-    def tokens(self, hops: Hops) -> np.ndarray:
-        """Tokens each hop moves."""
-        units = self.plan.units
-        return np.sum([units.count[self.plan.unit_of(hops, p)] for p in range(units.parts)], axis=0)
-
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise."""
         hops, promise = self.hops, self.plan.schedule.promise
@@ -231,7 +226,7 @@ def check(plan: Plan) -> Report:
     links = load[:, inside] if inside.any() else nic
     total = load.sum(axis=0) if inside.any() else np.diag(nic.sum(axis=0))
     top = np.unravel_index(total.argmax(), total.shape)
-    tokens = checker.tokens(hops)
+    tokens = plan.tokens_moved(hops)
     return Report(
         max_load=int(links.max(initial=0)),
         min_load=int(links.min()) if links.size else 0,

@@ -116,9 +116,12 @@ class Plan:
         """What each hop moves, and the most a rank has: tokens where shares are uneven, else shares."""
         if not self.schedule.uneven:
             return np.ones_like(hops.share), self.schedule.num_shares
+        return self.tokens_moved(hops), max(1, int(self.layout.counts.max()))
+
+    def tokens_moved(self, hops: Hops) -> np.ndarray:
+        """Tokens each hop moves."""
         parts = range(self.units.parts)
-        tokens = np.sum([self.units.count[self.unit_of(hops, p)] for p in parts], axis=0)
-        return tokens, max(1, int(self.layout.counts.max()))
+        return np.sum([self.units.count[self.unit_of(hops, p)] for p in parts], axis=0)
 
     @cached_property
     def _digest(self) -> str:
