@@ -82,6 +82,21 @@ def test_the_overhead_is_the_result_file():
     assert f"{result['least_ratio']:.2f} x" in README
 
 
+def test_the_packed_rows_are_the_result_file():
+    result = json.loads((RESULTS / "packed.json").read_text())
+    assert result["right"]
+    assert f"{result['run']['cpu_over_plain']:.2f} x the CPU time" in " ".join(README.split())
+    for ratio in result["run"]["speed_up_over"].values():
+        assert f"{ratio:.2f} x" in README
+    for row in result["planned"]:
+        if row["layout"] == "balanced" and row["ranks"] in (8, 64):
+            start = f"    {row['distribution']:<16} {row['ranks']:>3} "
+            line = next(x for x in README.splitlines() if x.startswith(start))
+            shown = [f"{row[k]:.3f}" for k in ("work_max_mean", "tokens_max_mean", "moved_percent")]
+            assert line.split()[2:5] == shown
+            assert line.split()[5] == f"{row['compile_ms']:.1f}"
+
+
 def test_the_notebook_runs_cell_by_cell():
     cells = json.loads((ROOT / "notebooks" / "index.ipynb").read_text())["cells"]
     assert all(not c.get("outputs") for c in cells)
