@@ -120,7 +120,8 @@ def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     buffers = {OWN: own, ARENA: own.new_empty((program.arena_rows, *own.shape[1:]))}
     q = q.to(dtype)
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=wide(q.dtype))
-    lse = torch.full_like(out[..., 0], -torch.inf)
+    # the rounding of lse is an error of every weight of its row, so it is kept in float64
+    lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float64)
     untouched = True
     for t, step in enumerate(program.steps):
         wait = ctx.post(program, t, step, buffers)
@@ -141,7 +142,7 @@ def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
                         out[dst], lse[dst] = rows, row_lse
                     untouched = False
         wait()
-    return out, lse
+    return out, lse.to(out.dtype)
 
 
 def run_backward(

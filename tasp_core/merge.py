@@ -39,7 +39,8 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
 
 
 def merge_(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> None:
-    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype."""
+    """`merge` into out1 and lse1, in place; out2 and lse2 may be of a narrower dtype than these."""
     lse2 = lse2.to(lse1.dtype)
-    out1.lerp_(out2.to(out1.dtype), _second_weight(lse1, lse2)[..., None])
+    weight = _second_weight(lse1, lse2)[..., None].to(out1.dtype)
+    out1.lerp_(out2.to(out1.dtype), weight)
     torch.logaddexp(lse1, lse2, out=lse1)
