@@ -15,8 +15,9 @@ from .errors import LayoutError, PlanError, TopologyError, TransportError
 from .explain import Explanation, explain
 from .launch import RankError, launch
 from .layout import layouts
-from .lower import Program, lower
+from .lower import lower
 from .plan import Plan, plan
+from .program import Program
 from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules

@@ -44,9 +44,10 @@ class Place(NamedTuple):
 
 
 def place(
-    unit: np.ndarray, birth: np.ndarray, death: np.ndarray, count: np.ndarray, order: np.ndarray
-) -> tuple[Place, int]:
-    """Units of equal birth and death lie end to end, by `order`, in one region."""
+    unit: np.ndarray, birth: np.ndarray, death: np.ndarray, count: np.ndarray, order: np.ndarray,
+    base: int = 0,
+) -> tuple[Place, int]:  # fmt: skip
+    """Units of equal birth and death lie end to end, by `order`, in one region, from row `base` on."""
     index = np.lexsort((order, death, birth))
     b, d, c = birth[index], death[index], count[index]
     new = np.ones(len(index), dtype=bool)
@@ -59,7 +60,7 @@ def place(
     offset, rows = _slots(b[first], d[first], sizes)
     row = offset[region] + inside - inside[first[region]] if len(first) else inside
     back = np.argsort(unit[index], kind="stable")
-    return Place(unit[index][back], row[back]), rows
+    return Place(unit[index][back], base + row[back]), rows
 
 
 def join_runs(src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> Runs:

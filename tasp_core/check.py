@@ -5,22 +5,23 @@
     holding    a rank sends only what it owns or what arrived in an earlier step
     coverage   every visible (query, key) pair is computed exactly once, no invisible one is
     links      no link or NIC carries more shares in a step than the schedule promises
-    memory     no rank holds more travelling KV than the schedule promises
+    memory     no rank holds more travelling KV, or more guest queries, than the schedule promises
     gradients  every rank's part of every share's gradient is added up on the way and ends at its owner
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from .coverage import NEVER, count_pairs
 from .errors import PlanError
 from .plan import Plan
 from .report import Report
-from .schedules import DKV, KV, Hops
-from .tiles import pair_table, take, working_order
+from .schedules import DKV, DQ, KV, OUT, Hops, Q
 
 MOST_STEPS = 1_000_000
-NEVER = np.iinfo(np.int64).max // 2
 
 
 class _Checker:
@@ -28,11 +29,17 @@ class _Checker:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.n, self.shares = plan, plan.ranks, plan.schedule.num_shares
-        self.hops = plan.hops()
+        self.all = plan.hops()
+        self.hops = self.all.where(self.all.kind == KV)
+        self.guests = self.all.where(self.all.kind == Q)
+        self.found = self.all.where(self.all.kind == OUT)
         self.back = plan.hops(backward=True)
-        self.arrival = np.full((self.n, self.n, self.shares), NEVER)
+        self.meets = plan.schedule.meets
+        shape = (self.n, self.n, self.shares)
+        self.arrival = np.full(shape, NEVER)  # of keys at (rank, owner, share)
         ids = np.arange(self.n)
         self.arrival[ids, ids] = -1
+        self.visit = self.arrival.copy() if len(self.guests.step) else self.arrival  # of queries
 
     def fail(
         self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False
@@ -44,7 +51,7 @@ class _Checker:
         raise PlanError(f"{what}{word}\n{self.plan.summary()}\n{table}")
 
     def names(self) -> None:
-        for hops, backward in ((self.hops, False), (self.back, True)):
+        for hops, backward in ((self.all, False), (self.back, True)):
             ranks_ok = [(c >= 0) & (c < self.n) for c in (hops.src, hops.dst, hops.owner)]
             good = np.logical_and.reduce(ranks_ok) & (hops.src != hops.dst)
             good &= (hops.share >= 0) & (hops.share < self.shares) & (hops.step < MOST_STEPS)
@@ -56,56 +63,79 @@ class _Checker:
                 )
 
     def holding(self) -> None:
-        hops = self.hops
-        key = np.ravel_multi_index((hops.dst, hops.owner, hops.share), self.arrival.shape)
+        self._held(self.hops, self.arrival)
+        if len(self.guests.step):
+            self._held(self.guests, self.visit)
+        kv = self.back.where(np.isin(self.back.kind, (KV, Q)))
+        if set(kv.words()) != set(self.hops.words()) | set(self.guests.words()):
+            self.fail("the backward table moves kv or q by other hops than the forward table", None)
+
+    def _held(self, hops: Hops, arrival: np.ndarray) -> None:
+        key = np.ravel_multi_index((hops.dst, hops.owner, hops.share), arrival.shape)
         _, first = np.unique(key, return_index=True)
         again = np.setdiff1d(np.arange(len(key)), first)
         own = np.flatnonzero(hops.dst == hops.owner)
         for rows, what in ((own, "a rank is sent its own share"), (again, "a share arrives twice")):
             if rows.size:
                 self.fail(what, hops, rows[0])
-        self.arrival[hops.dst, hops.owner, hops.share] = hops.step
-        early = np.flatnonzero(self.arrival[hops.src, hops.owner, hops.share] >= hops.step)
+        arrival[hops.dst, hops.owner, hops.share] = hops.step
+        early = np.flatnonzero(arrival[hops.src, hops.owner, hops.share] >= hops.step)
         if early.size:
             self.fail("a rank sends what it does not hold yet", hops, early[0])
-        kv = self.back.where(self.back.kind == KV)
-        if set(kv.words()) != set(hops.words()):
-            self.fail("the backward table moves kv by other hops than the forward table", None)
+
+    def answers(self) -> None:
+        """What is computed away from home: with what is there, once, and sent home afterwards."""
+        m = self.meets
+        keys = self.arrival[m.rank, m.owner, m.share]
+        visit = self.visit[m.rank, m.q_owner, m.q_share]
+        wrong = np.flatnonzero((m.rank == m.q_owner) | (np.maximum(keys, visit) >= m.step))
+        if wrong.size:
+            i = wrong[0]
+            self.fail(
+                f"at step {m.step[i]} rank {m.rank[i]} is to compute q{m.q_owner[i]}.{m.q_share[i]} with "
+                f"kv{m.owner[i]}.{m.share[i]} and does not hold both, or is their home"
+            )
+        pairs = np.stack([m.q_owner, m.q_share, m.owner, m.share])
+        if np.unique(pairs, axis=1).shape[1] < len(m.step):
+            self.fail("a pair of shares is computed away from home twice")
+        last = np.zeros(self.arrival.shape, dtype=np.int64)
+        np.maximum.at(last, (m.rank, m.q_owner, m.q_share), m.step)
+        for kind, hops in ((OUT, self.found), (DQ, self.back.where(self.back.kind == DQ))):
+            at = (hops.src, hops.owner, hops.share)
+            sent = np.zeros_like(last)
+            np.add.at(sent, at, 1)
+            early = np.flatnonzero((last[at] >= hops.step) | (hops.dst != hops.owner))
+            if early.size:
+                self.fail(
+                    "what guests found goes home late and straight, not", hops, early[0], kind == DQ
+                )
+            lost = np.argwhere(sent != (last > 0))
+            if lost.size:
+                rank, owner, share = lost[0]
+                self.fail(
+                    f"rank {rank} sends what q{owner}.{share} found {sent[rank, owner, share]} times",
+                    backward=kind == DQ,
+                )
 
     def coverage(self) -> np.ndarray:
-        plan, units = self.plan, self.plan.units
+        """Pairs computed, int64 [ranks, steps + 1]."""
+        plan = self.plan
         tokens = np.concatenate([plan.tokens(r) for r in range(self.n)])
         if (np.bincount(tokens, minlength=plan.docs.total) != 1).any():
             self.fail(f"layout {plan.layout.name!r} does not place every token exactly once")
-        unit = np.repeat(np.arange(len(units.low)), np.diff(units.first))
-        owner, share = unit // (units.parts * self.shares), unit % self.shares
-        steps = int(self.hops.step.max()) + 2 if self.hops.step.size else 1
-        work = np.zeros((self.n, steps), dtype=np.int64)
-        for rank in range(self.n):
-            queries = plan.layout.pieces(rank)
-            mine = take(queries, working_order(queries))
-            work[rank, 0] = pair_table(queries, mine, plan.docs.causal).area.sum()
-            arrived = self.arrival[rank, owner, share]
-            other = np.flatnonzero(owner != rank)
-            keys = other[working_order(take(units.pieces, other))]
-            pairs = pair_table(queries, take(units.pieces, keys), plan.docs.causal)
-            step = arrived[keys[pairs.k]] + 1
-            lost = np.flatnonzero((pairs.area > 0) & (step > NEVER))
-            if lost.size:
-                missing = keys[pairs.k[lost[0]]]
-                self.fail(
-                    f"rank {rank} needs share {share[missing]} of rank {owner[missing]}'s KV "
-                    f"and never receives it: {int(pairs.area[lost].sum())} visible pairs are not computed"
-                )
-            seen = pairs.area > 0
-            np.add.at(work[rank], step[seen], pairs.area[seen])
+        work, lost = count_pairs(plan, self.arrival)
+        if lost is not None:
+            self.fail(
+                f"rank {lost.rank} needs share {lost.share} of rank {lost.owner}'s KV "
+                f"and never receives it: {lost.pairs} visible pairs are not computed"
+            )
         if work.sum() != plan.docs.num_pairs:
             self.fail(f"{work.sum()} pairs are computed, {plan.docs.num_pairs} are visible")
         return work
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise."""
-        hops, promise = self.hops, self.plan.schedule.promise
+        hops, promise = self.all, self.plan.schedule.promise
         steps = int(hops.step.max()) + 1 if hops.step.size else 0
         node = np.arange(self.n) // self.plan.machine.node_size
         load = np.zeros((steps, self.n, self.n), dtype=np.int64)
@@ -139,28 +169,41 @@ class _Checker:
                 )  # fmt: skip
         return load, nic_out
 
-    def memory(self) -> float:
-        hops = self.hops
+    def memory(self) -> tuple[float, float]:
+        """Most travelling KV and most guest queries a rank holds; raises over the promise."""
+        promise, m = self.plan.schedule.promise, self.meets
+        kv = self._peak(
+            self.hops, self.arrival, [(m.rank, m.owner, m.share, m.step)], promise.buffer,
+            "travelling KV",
+        )  # fmt: skip
+        found, met = self.found, (m.rank, m.q_owner, m.q_share, m.step)
+        uses = [met, (found.src, found.owner, found.share, found.step)]
+        guests = self._peak(self.guests, self.visit, uses, promise.guests, "shards of guests")
+        return kv, guests
+
+    def _peak(
+        self, hops: Hops, arrival: np.ndarray, uses: Sequence[tuple[np.ndarray, ...]], promised: float,
+        what: str,
+    ) -> float:  # fmt: skip
+        """Most that is held at once of what came by these hops, until it is last used or sent on."""
         if not hops.step.size:
             return 0.0
-        last = np.where(self.arrival < NEVER, self.arrival + 1, -1)
-        relayed = hops.src != hops.owner
-        at = (hops.src[relayed], hops.owner[relayed], hops.share[relayed])
-        np.maximum.at(last, at, hops.step[relayed])
+        last = np.where(arrival < NEVER, arrival + 1, -1)
+        relayed = hops.where(hops.src != hops.owner)
+        for at in (*uses, (relayed.src, relayed.owner, relayed.share, relayed.step)):
+            np.maximum.at(last, at[:3], at[3])
         change = np.zeros((self.n, int(last.max()) + 2), dtype=np.int64)
-        rank, owner, share = np.nonzero((self.arrival >= 0) & (self.arrival < NEVER))
+        rank, owner, share = np.nonzero((arrival >= 0) & (arrival < NEVER))
         size, most = self.plan.amounts(Hops(owner, rank, rank, owner, share, owner))
-        np.add.at(change, (rank, self.arrival[rank, owner, share]), size)
+        np.add.at(change, (rank, arrival[rank, owner, share]), size)
         np.add.at(change, (rank, last[rank, owner, share] + 1), -size)
         live = np.cumsum(change, axis=1)
         peak = float(live.max() / most)
-        promised = self.plan.schedule.promise.buffer
         if peak > promised + 1e-9:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
-            into = (hops.dst == where) & (hops.step <= step)
-            row = int(np.flatnonzero(into)[-1])
+            row = int(np.flatnonzero((hops.dst == where) & (hops.step <= step))[-1])
             self.fail(
-                f"rank {where} holds {peak:.3g} travelling KV in step {step}, {promised:.3g} are promised;",
+                f"rank {where} holds {peak:.3g} {what} in step {step}, {promised:.3g} are promised;",
                 hops, row,
             )  # fmt: skip
         return peak
@@ -178,7 +221,8 @@ class _Checker:
             self.fail("an owner sends its own gradient away", hops, home[0], True)
         leaves = np.full(shape, NEVER)
         leaves[hops.src, hops.owner, hops.share] = hops.step
-        computed = self.arrival + 1
+        computed, m = self.arrival + 1, self.meets
+        np.maximum.at(computed, (m.rank, m.owner, m.share), m.step)
         early = np.flatnonzero(computed[hops.src, hops.owner, hops.share] >= hops.step)
         if early.size:
             self.fail("a gradient leaves before it is computed", hops, early[0], True)
@@ -216,11 +260,12 @@ def check(plan: Plan) -> Report:
     checker = _Checker(plan)
     checker.names()
     checker.holding()
+    checker.answers()
     work = checker.coverage()
     load, nic = checker.loads()
-    peak = checker.memory()
+    peak, guests = checker.memory()
     checker.gradients()
-    hops = checker.hops
+    hops = checker.all
     node = np.arange(plan.ranks) // plan.machine.node_size
     inside = (node[:, None] == node[None, :]) & ~np.eye(plan.ranks, dtype=bool)
     links = load[:, inside] if inside.any() else nic
@@ -236,6 +281,7 @@ def check(plan: Plan) -> Report:
         busiest=(int(top[0]), int(top[1]), int(total.max(initial=0))),
         pairs=int(work.sum()),
         peak_shards=peak,
+        peak_guests=guests,
         work=work,
         tokens_sent=np.bincount(hops.src, weights=tokens, minlength=plan.ranks).astype(np.int64)
         if hops.step.size

@@ -204,7 +204,7 @@ def run(
     p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
     inputs = Inputs.random(p.docs.total, heads, kv_heads, head_dim, dtype=kind)
     errors, seconds = verify(p, inputs, kernel=kernel)
-    sent = sent_bytes(p, kv_heads, 2 * head_dim, kind)
+    sent = sent_bytes(p, heads, kv_heads, head_dim, kind)
     if json_:
         _show({**as_dict(errors), "seconds": seconds, "bytes_sent": sent})
     else:

@@ -19,10 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from .kernels import Kernel
 from .layout import ranges
-from .lower import ACC, ARENA, LANDING, OWN, Compute, Program, Runs, Step, lower
+from .lower import lower
 from .merge import merge_
 from .plan import Plan
-from .transport import Exchange, Wait
+from .program import Compute, Program, Runs, Step
+from .queries import Queries
+from .schedules import OUT
+from .transport import Buffers, Exchange, Wait
 from .views import once
 
 program_of = lru_cache(maxsize=128)(lower)
@@ -43,11 +46,12 @@ class Context:
     def program(self, *, backward: bool) -> Program:
         return program_of(self.plan, self.rank, backward=backward)
 
-    def post(self, program: Program, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
+    def post(self, program: Program, t: int, step: Step, buffers: Buffers) -> Wait:
         if self.exchange is None:
             return lambda: None
         if program.collective and t == 0:
-            return self.exchange.all_gather(buffers[OWN], buffers[ARENA], program.gathered_rows)
+            own, arena = buffers["kv"].split([program.tokens, program.arena_rows])
+            return self.exchange.all_gather(own, arena, program.gathered_rows)
         if self.plan.schedule.exchange == "all_to_all":
             return self.exchange.post_all_to_all(t, step, buffers)
         return self.exchange.post(t, step, buffers)
@@ -89,20 +93,21 @@ def _add_in_turn(target: Tensor, source: Tensor, runs: Runs) -> None:
 class _Keys:
     """The key and value rows of one compute step, gathered and widened as far as needed."""
 
-    def __init__(self, compute: Compute, buffers: dict[str, Tensor], dtype: torch.dtype, dim: int):
-        rows = buffers[compute.buffer][compute.low : compute.low + compute.count]
-        self.gather, index = None, compute.gather
+    def __init__(self, compute: Compute, kv: Tensor, dtype: torch.dtype, dim: int):
+        rows, index = kv[compute.low : compute.low + compute.count], compute.gather
         if index is not None:
             device = rows.device
-            self.gather = once(index, "rows", device, lambda: torch.tensor(index, device=device))
-            rows = rows.index_select(0, self.gather)
+            pick = once(index, "rows", device, lambda: torch.tensor(index, device=device))
+            rows = rows.index_select(0, pick)
         self.rows = rows.to(dtype)
         self.k, self.v = self.rows[..., :dim], self.rows[..., dim:]
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """K and V of a rank as one buffer [T, K, D + E], so that they travel as one message."""
-    return torch.cat([k, v], dim=-1)
+def _pack(k: Tensor, v: Tensor, more: int) -> Tensor:
+    """K and V of a rank as one buffer [T + more, K, D + E], so that they travel as one message."""
+    kv = k.new_empty((len(k) + more, k.shape[1], k.shape[2] + v.shape[2]))
+    torch.cat([k, v], dim=-1, out=kv[: len(k)])
+    return kv
 
 
 def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,17 +121,22 @@ def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """
     program = ctx.program(backward=False)
     dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own = _pack(k, v)
-    buffers = {OWN: own, ARENA: own.new_empty((program.arena_rows, *own.shape[1:]))}
-    q = q.to(dtype)
+    own, kv = program.tokens, _pack(k, v, program.arena_rows)
+    queries = Queries(program, [q], dtype)
+    (q,) = queries.rows
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=wide(q.dtype))
     # the rounding of lse is an error of every weight of its row, so it is kept in float64
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float64)
+    answers = out.new_empty((program.answer_rows, q.shape[1], v.shape[-1] + 1))
+    buffers: Buffers = {"kv": kv, "answers": answers, **queries.buffers}
     untouched = True
     for t, step in enumerate(program.steps):
+        queries.welcome(step, (out, 0.0), (lse, -torch.inf))
+        if any(m.kind == OUT for m in step.sends):
+            buffers["found"] = torch.cat([out[own:], lse[own:, :, None].to(out.dtype)], dim=-1)
         wait = ctx.post(program, t, step, buffers)
         compute = step.compute
-        keys = _Keys(compute, buffers, dtype, dim) if compute and compute.calls else None
+        keys = _Keys(compute, kv, dtype, dim) if compute else None
         for call in compute.calls if compute else ():
             assert keys is not None
             part, part_lse = ctx.kernel.forward(q, keys.k, keys.v, call, ctx.scale)
@@ -134,15 +144,22 @@ def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
                 for src, dst in _views(runs, q.device):
                     if untouched and part.shape == out.shape and len(runs.src) == 1:
                         out, lse = part.to(out.dtype), part_lse.to(lse.dtype)
-                    elif isinstance(dst, slice):
-                        merge_(out[dst], lse[dst], part[src], part_lse[src])
                     else:
-                        rows, row_lse = out[dst], lse[dst]
-                        merge_(rows, row_lse, part[src], part_lse[src])
-                        out[dst], lse[dst] = rows, row_lse
+                        _merge_rows(out, lse, dst, part[src], part_lse[src])
                     untouched = False
         wait()
-    return out, lse.to(out.dtype)
+        for s, d, n in zip(*(c.tolist() for c in step.merge), strict=True):
+            found = answers[s : s + n]
+            merge_(out[d : d + n], lse[d : d + n], found[..., :-1], found[..., -1])
+    return out[:own], lse[:own].to(out.dtype)
+
+
+def _merge_rows(out: Tensor, lse: Tensor, dst: Any, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result into rows `dst`, a slice or indices."""
+    rows, row_lse = out[dst], lse[dst]
+    merge_(rows, row_lse, part, part_lse)
+    if not isinstance(dst, slice):
+        out[dst], lse[dst] = rows, row_lse
 
 
 def run_backward(
@@ -158,37 +175,44 @@ def run_backward(
     """
     program = ctx.program(backward=True)
     dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own = _pack(k, v)
-    wire = ctx.grad_comm_dtype or wide(q.dtype)
-    shape = own.shape[1:]
-    grad = own.new_zeros(own.shape, dtype=wide(q.dtype))
-    buffers = {
-        OWN: own,
-        ARENA: own.new_empty((program.arena_rows, *shape)),
-        ACC: own.new_empty((program.acc_rows, *shape), dtype=wide(q.dtype)),
-        LANDING: own.new_empty((program.landing_rows, *shape), dtype=wire),
+    own, kv = program.tokens, _pack(k, v, program.arena_rows)
+    exact = wide(q.dtype)
+    wire = ctx.grad_comm_dtype or exact
+    queries = Queries(program, [q, dout, out, lse], dtype)
+    q, dout, out, lse = queries.rows
+    grad = kv.new_empty((own + program.acc_rows, *kv.shape[1:]), dtype=exact)
+    grad[:own] = 0
+    dq = torch.zeros_like(q, dtype=exact)
+    buffers: Buffers = {
+        "kv": kv,
+        **queries.buffers,
+        "grad": grad,
+        "landing": kv.new_empty((program.landing_rows, *kv.shape[1:]), dtype=wire),
+        "found": dq[own:],
+        "answers": q.new_empty((program.answer_rows, *q.shape[1:]), dtype=wire),
     }
-    dout, q, out = dout.to(dtype), q.to(dtype), out.to(dtype)
-    dq = torch.zeros_like(q, dtype=grad.dtype)
     for t, step in enumerate(program.steps):
-        on_wire = buffers if wire == grad.dtype else {**buffers, ACC: buffers[ACC].to(wire)}
-        wait = ctx.post(program, t, step, on_wire)
+        queries.welcome(step, (dq, 0.0))
+        wait = ctx.post(program, t, step, buffers)
+        for low, count in zip(step.clear.dst.tolist(), step.clear.count.tolist(), strict=True):
+            grad[low : low + count] = 0
         if step.compute:
-            keys = _Keys(step.compute, buffers, dtype, dim)
+            keys = _Keys(step.compute, kv, dtype, dim)
 
             def part(call: Any, keys: _Keys = keys) -> tuple[Tensor, Tensor, Tensor]:
                 return ctx.kernel.backward(dout, q, keys.k, keys.v, out, lse, call, ctx.scale)
 
-            _contribute(step.compute, keys, part, dq, grad, buffers[ACC], dim)
+            _contribute(step.compute, keys, part, dq, grad, dim)
         wait()
-        _add_in_turn(grad, buffers[LANDING], step.add_own)
-        _add_in_turn(buffers[ACC], buffers[LANDING], step.add_acc)
-    return dq, grad[..., :dim], grad[..., dim:]
+        _add_in_turn(grad, buffers["landing"], step.add)
+        _add_in_turn(dq, buffers["answers"], step.merge)
+    return dq[:own], grad[:own, :, :dim], grad[:own, :, dim:]
 
 
 def _compute_dtype(ctx: Context, program: Program, q: Tensor) -> torch.dtype:
     """One call a pass: the plain kernel as it is. Several: in a dtype in which parts add up exactly."""
-    return q.dtype if program.num_calls <= 1 else ctx.kernel.partial_dtype(q.dtype)
+    alone = program.num_calls <= 1 and not program.guest_rows and not program.answer_rows
+    return q.dtype if alone else ctx.kernel.partial_dtype(q.dtype)
 
 
 def _contribute(
@@ -197,20 +221,16 @@ def _contribute(
     part: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
     dq: Tensor,
     grad: Tensor,
-    acc: Tensor,
     dim: int,
 ) -> None:
-    """Add one step's dq; put its dk, dv into the own gradient or, for shares that go home, into acc."""
-    runs = compute.grads
-    direct = runs is not None and len(runs.src) == 1
-    if runs is None:
-        rows = grad
-    elif direct:
-        start = int(runs.dst[0])
-        rows = acc[start : start + compute.count].zero_()
+    """Add one step's dq, and its dk, dv to the rows of `grad` of the keys it has used."""
+    runs, count = compute.grads, len(keys.rows)
+    direct = len(runs) == 1 and len(runs[0].src) == 1 and int(runs[0].count[0]) == count
+    if direct:
+        start = int(runs[0].dst[0])
+        target = grad[start : start + count]
     else:
-        rows = acc.new_zeros((compute.count, *acc.shape[1:]))
-    target = rows if keys.gather is None else rows.new_zeros(keys.rows.shape)
+        target = grad.new_zeros(keys.rows.shape)
     for call in compute.calls:
         dq_part, dk_part, dv_part = part(call)
         for one in call.q_runs:
@@ -218,11 +238,8 @@ def _contribute(
         for one in call.k_runs:
             _add(target[..., :dim], dk_part, one)
             _add(target[..., dim:], dv_part, one)
-    if keys.gather is not None:
-        rows[keys.gather] += target
-    if runs is not None and not direct:
-        for src, dst in _views(runs, acc.device):
-            acc[dst] = rows[src]
+    for one in () if direct else runs:
+        _add(grad, target, one)
 
 
 class Attention(torch.autograd.Function):

@@ -8,15 +8,17 @@ Every figure is counted from what will run, none is modelled; seconds are `simul
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .check import check
 from .errors import PlanError
 from .heads import split_heads
-from .lower import ACC, LANDING, Program, lower
+from .lower import lower
 from .plan import Plan
+from .program import Program
+from .schedules import DKV, KV, Q
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -34,7 +36,7 @@ class RankCost:
     steps: tuple[int, int]
     calls: tuple[int, int]  # kernel calls
     gathered: int  # key rows copied because they do not lie in document order, forward
-    buffer_bytes: tuple[int, int]  # travelling keys, values and gradients
+    buffer_bytes: tuple[int, int]  # travelling keys, values and gradients, guest queries
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,48 @@ def _plus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return a[0] + b[0], a[1] + b[1]
 
 
-def wire_bytes(program: Program, kv_row: int, grad_row: int, *, sent: bool) -> int:
-    """Bytes a program sends or receives, given those of one token's KV and of its gradient."""
+class RowBytes(NamedTuple):
+    """Bytes of one token on the wire, or in a buffer, by what travels."""
+
+    kv: int
+    dkv: int
+    q: tuple[int, int]  # forward, backward
+    found: tuple[int, int]
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, head_dim: int, dtype: str) -> RowBytes:
+        """Of q, k and v with equal head dims."""
+        item = BYTES[dtype]
+        wide, lse = max(4, item), max(4, item)
+        q, kv = heads * head_dim, 2 * kv_heads * head_dim
+        guest = 3 * q * item + heads * lse  # q, dout, out, and lse
+        return cls(kv * item, kv * wide, (q * item, guest), ((q + heads) * wide, q * wide))
+
+    def of_kind(self, kind: int, backward: bool) -> int:
+        """Bytes of a row of this kind of message."""
+        if kind in (KV, DKV):
+            return self.kv if kind == KV else self.dkv
+        return (self.q if kind == Q else self.found)[backward]
+
+    def buffers(self, program: Program, backward: bool) -> int:
+        """Bytes of the buffers in which other ranks' rows lie."""
+        return (
+            program.arena_rows * self.kv
+            + (program.acc_rows + program.landing_rows) * self.dkv
+            + program.guest_rows * (self.q[backward] + self.found[backward])
+            + program.answer_rows * self.found[backward]
+        )
+
+
+def wire_bytes(program: Program, row: RowBytes, *, sent: bool, backward: bool) -> int:
+    """Bytes a program sends or receives."""
     total = sum(
-        m.count * (grad_row if m.buffer in (ACC, LANDING) else kv_row)
+        m.count * row.of_kind(m.kind, backward)
         for step in program.steps
         for m in (step.sends if sent else step.recvs)
     )
     if program.collective:  # every rank's padded rows go to every other rank
-        total += program.gathered_rows * (program.ranks - 1) * kv_row
+        total += program.gathered_rows * (program.ranks - 1) * row.kv
     return total
 
 
@@ -114,14 +149,12 @@ def explain(
     kv_heads = heads if kv_heads is None else kv_heads
     parts = split_heads(heads, kv_heads, plan.intra)
     work = check(plan).work.sum(axis=1)
-    wide = max(4, BYTES[name])
     costs = []
     for group in range(plan.inner.ranks):
         passes = [lower(plan.inner, group, backward=b) for b in (False, True)]
         members = np.diff(plan.member_tokens(group)).tolist()
         for member, (tokens, own) in enumerate(zip(members, parts, strict=True)):
-            kv = 2 * (own.kv_high - own.kv_low) * head_dim
-            rows = (kv * BYTES[name], kv * wide)
+            row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, name)
             q = (heads // plan.intra) * head_dim * BYTES[name]
             kv_sizes = {h: 2 * (h.kv_high - h.kv_low) * head_dim * BYTES[name] for h in parts}
             others = (
@@ -132,20 +165,21 @@ def explain(
                 away + others * q,
                 tokens * q * (plan.intra - 1) + others * (q + kv_sizes[own]),
             )
-            held = [
-                p.arena_rows * rows[0] + (p.acc_rows + p.landing_rows) * rows[1] for p in passes
-            ]
+            held = [row.buffers(p, bool(b)) for b, p in enumerate(passes)]
             forward = passes[0]
             copies = (s.compute.gather for s in forward.steps if s.compute)
             costs.append(RankCost(
                 group * plan.intra + member, tokens, int(work[group]),
-                _pair(wire_bytes(p, *rows, sent=False) for p in passes),
-                _pair(wire_bytes(p, *rows, sent=True) for p in passes),
-                inside, _pair(len(p.steps) for p in passes),
+                _wire(passes, row, False), _wire(passes, row, True), inside,
+                _pair(len(p.steps) for p in passes),
                 _pair(p.num_calls for p in passes),
                 sum(len(g) for g in copies if g is not None), _pair(held),
             ))  # fmt: skip
     return Explanation(plan.summary(), tuple(costs))
+
+
+def _wire(passes: list[Program], row: RowBytes, sent: bool) -> tuple[int, int]:
+    return _pair(wire_bytes(p, row, sent=sent, backward=bool(b)) for b, p in enumerate(passes))
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from . import flash
 from .documents import Documents
 from .errors import PlanError
-from .lower import Call
+from .program import Call
 from .tiles import Sequences
 from .views import Picker, batches, each, end_to_end
 

@@ -5,89 +5,29 @@ in at most two kernel calls, then waits. What arrives in one step lies end to en
 row order, so that kernels read it in place wherever pieces of a document end up adjacent; otherwise
 `gather` lists the rows to copy. Slots are reused as soon as liveness allows: relays need two.
 
-In the backward pass `acc` holds gradients on their way home: a share's own contribution lands there
-at its compute step, what arrives (`landing`) is added in a fixed order, the sum is sent on.
+In the backward pass `grad` holds, after the own rows, gradients on their way home: a share's own
+contribution is added at its compute step, what arrives (`landing`) in a fixed order; the sum is sent.
 
 No tensors here; execute.py runs programs. Rows are int64; nothing is proportional to heads or dims.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from .buffers import Place, Runs, join_runs, last_use, place
+from .calls import Group, compute
+from .guests import alike, away_of
 from .layout import Pieces, ranges
 from .plan import Plan
-from .schedules import DKV, KV, Hops
-from .tiles import Sequences, rounds, take, tile
+from .program import RECEIVES, SENDS, Message, Program, Step
+from .schedules import DKV, DQ, KV, OUT, Hops, Q
+from .tiles import take
 
-OWN, ARENA, ACC, LANDING, GRAD = "own", "arena", "acc", "landing", "grad"
-
-
-class Message(NamedTuple):
-    """One send or receive of rows [low, low + count) of a buffer."""
-
-    peer: int
-    buffer: str
-    low: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    kind: int
-    owner: int
-    share: int
-    tag: int
-
-
-class Call(NamedTuple):
-    """One variable-length kernel call; its output rows are its sequences' query rows end to end."""
-
-    causal: bool
-    sequences: Sequences
-    q_runs: tuple[Runs, ...]  # output rows -> query rows, one entry a round
-    k_runs: tuple[Runs, ...]  # key gradient rows -> key rows
-
-
-class Compute(NamedTuple):
-    """What a step computes: the calls, and the rows [low, low + count) of `buffer` they read keys from."""
-
-    buffer: str
-    low: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    gather: np.ndarray | None  # key rows to copy first, relative to `low`; None: read in place
-    calls: tuple[Call, ...]
-    grads: Runs | None  # contributions (relative to `low`) -> acc rows; None: own keys
-
-
-class Step(NamedTuple):
-    """One step: post sends and receives, compute, wait, then add what landed."""
-
-    sends: tuple[Message, ...]
-    recvs: tuple[Message, ...]
-    compute: Compute | None
-    add_own: Runs  # landing rows -> own gradient rows
-    add_acc: Runs  # landing rows -> acc rows
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """One rank's part of a pass. Buffer sizes are in tokens (rows)."""
-
-    rank: int
-    ranks: int
-    tokens: int
-    arena_rows: int
-    acc_rows: int
-    landing_rows: int
-    steps: tuple[Step, ...]
-    collective: str | None
-    gathered_rows: int  # rows of one rank in a collective's buffer
-
-    @property
-    def num_calls(self) -> int:
-        """Kernel calls of the pass."""
-        return sum(len(s.compute.calls) for s in self.steps if s.compute)
+FUSE = 2  # so many units of a link and step travel one by one; more are packed into one message
 
 
 class _Rows(NamedTuple):
@@ -101,6 +41,7 @@ class _Rows(NamedTuple):
     kind: np.ndarray
     unit: np.ndarray
     count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
+    message: np.ndarray  # rows of equal number travel as one message
     tag: np.ndarray
 
     def at(self, mask: np.ndarray) -> _Rows:
@@ -111,72 +52,31 @@ class _Rows(NamedTuple):
         return _Rows(*(column[low:high] for column in self))
 
 
+def _starts(*columns: np.ndarray) -> np.ndarray:
+    """Where a row differs from the one before in any column."""
+    new = np.ones(len(columns[0]), dtype=bool)
+    new[1:] = np.logical_or.reduce([np.diff(c) != 0 for c in columns])
+    return new
+
+
 def _expand(plan: Plan, hops: Hops) -> _Rows:
-    """One row for each unit moved, in the order both ends agree on, numbered within its link and step."""
+    """One row for each unit moved, in the order both ends agree on, as messages of links and steps."""
     parts = plan.units.parts
     unit = np.stack([plan.unit_of(hops, p) for p in range(parts)], axis=1).ravel()
     count = plan.units.count[unit]
     keep = count > 0
     columns = [np.repeat(c, parts)[keep] for c in hops]
-    step, src, dst = columns[:3]
-    new = np.ones(len(step), dtype=bool)
-    new[1:] = (np.diff(step) != 0) | (np.diff(src) != 0) | (np.diff(dst) != 0)
-    first = np.flatnonzero(new)
-    tag = np.arange(len(step)) - first[np.cumsum(new) - 1] if len(step) else step
-    return _Rows._make([*columns, unit[keep], count[keep], tag])
-
-
-def _rounds(rows: np.ndarray, count: np.ndarray) -> tuple[Runs, ...]:
-    """A call's output rows, end to end, to the `rows` they belong to, in rounds without overlap."""
-    number = rounds(rows, count)
-    out = np.cumsum(count) - count
-    picks = (number == i for i in range(int(number.max(initial=-1)) + 1))
-    return tuple(join_runs(out[p], rows[p], count[p]) for p in picks)
-
-
-def _compute(
-    buffer: str,
-    low: int,
-    count: int,
-    queries: Pieces,
-    keys: Pieces,
-    causal: bool,
-    grads: Runs | None,
-) -> Compute:
-    """Tiles of the queries against key pieces whose offsets are rows from `low`."""
-    tiles = tile(queries, keys, causal)
-    used = take(keys, tiles.used)
-    border = np.cumsum(used.count) - used.count  # first working row of each used piece
-    follows = used.offset[1:] == used.offset[:-1] + used.count[:-1]
-    gather = None
-    if not (follows | (used.doc[1:] != used.doc[:-1])).all():
-        gather = ranges(used.offset, used.offset + used.count)[0]
-    calls = []
-    for is_causal, seq in ((True, tiles.causal), (False, tiles.full)):
-        if not len(seq.q_lo):
-            continue
-        if gather is None:
-            seq = seq._replace(k_lo=used.offset[np.searchsorted(border, seq.k_lo)])
-        calls.append(Call(is_causal, seq, _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n)))
-    return Compute(buffer, low, count, gather, tuple(calls), grads)
-
-
-def _unit_pieces(plan: Plan, unit: np.ndarray, row: np.ndarray) -> Pieces:
-    """The pieces of units that lie at `row`."""
-    first = plan.units.first
-    index, owner = ranges(first[unit], first[unit + 1])
-    pieces = take(plan.units.pieces, index)
-    return pieces._replace(offset=pieces.offset + row[owner])
-
-
-def _messages(
-    rows: _Rows, peers: np.ndarray, names: list[str], low: np.ndarray
-) -> tuple[Message, ...]:
-    columns = (peers, low, rows.count, rows.kind, rows.owner, rows.share, rows.tag)
-    values = zip(names, *(c.tolist() for c in columns), strict=True)
-    return tuple(
-        Message(peer, name, at, n, k, o, s, tag) for name, peer, at, n, k, o, s, tag in values
-    )
+    step, src, dst, _, _, kind = columns
+    if not len(step):
+        return _Rows._make([*columns, unit[keep], count[keep], step, step])
+    link = _starts(step, src, dst)
+    kinds = link | _starts(kind)
+    group = np.cumsum(kinds) - 1
+    alone = np.bincount(group)[group] <= FUSE
+    begins = kinds | alone
+    message = np.cumsum(begins) - 1
+    tag = message - message[np.flatnonzero(link)][np.cumsum(link) - 1]
+    return _Rows._make([*columns, unit[keep], count[keep], message, tag])
 
 
 class _Lowering:
@@ -184,98 +84,198 @@ class _Lowering:
 
     def __init__(self, plan: Plan, rank: int, backward: bool) -> None:
         self.plan, self.rank, self.backward = plan, rank, backward
+        self.units, self.tokens = plan.units, plan.num_tokens(rank)
         self.queries = plan.layout.pieces(rank)
         rows = _expand(plan, plan.hops(rank, backward=backward))
         self.rows = rows
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
-        arrivals = rows.at((rows.dst == rank) & (rows.kind == KV))
-        sends = rows.at((rows.src == rank) & (rows.kind == KV) & (rows.owner != rank))
-        self.arrivals = arrivals
-        collective = plan.schedule.collective
-        self.gathered_rows = int(plan.layout.counts.max()) if collective else 0
-        if collective:
-            order = np.argsort(arrivals.unit, kind="stable")
-            unit, owner = arrivals.unit[order], arrivals.owner[order]
-            self.arena = Place(unit, owner * self.gathered_rows + plan.units.low[unit])
-            self.arena_rows = plan.ranks * self.gathered_rows
-        else:
-            death = last_use(arrivals.unit, arrivals.step + 1, sends.unit, sends.step)
-            together = np.zeros(self.steps + 1, dtype=np.int64)
-            np.maximum.at(together, arrivals.step, death)
-            death = together[arrivals.step]  # what arrives together stays together
-            first = plan.units.pieces.start[plan.units.first[arrivals.unit]]
-            self.arena, self.arena_rows = place(
-                arrivals.unit, arrivals.step, death, arrivals.count, first
-            )
-        self.acc, self.acc_rows, self.landing_rows = Place(arrivals.unit, arrivals.unit), 0, 0
-        if backward:
-            home = rows.at((rows.src == rank) & (rows.kind == DKV))
-            leaves = last_use(arrivals.unit, arrivals.step + 1, home.unit, home.step)
-            row = self.arena.of(arrivals.unit)
-            self.acc, self.acc_rows = place(
-                arrivals.unit, arrivals.step + 1, leaves, arrivals.count, row
-            )
+        self.guests, self.given = away_of(plan, rank)
+        self.arrivals = rows.at((rows.dst == rank) & (rows.kind == KV))
+        self.landing_rows = self.answer_rows = self.gathered_rows = 0
+        self.arena, self.arena_rows = self._arena()
+        self.q, self.guest_rows = self._guests()
+        self.acc, self.acc_rows = self._acc() if backward else (self.arena, 0)
+
+    def _arena(self) -> tuple[Place, int]:
+        """Rows of travelling keys, after the own ones."""
+        plan, here = self.plan, self.arrivals
+        if plan.schedule.collective:
+            self.gathered_rows = int(plan.layout.counts.max())
+            order = np.argsort(here.unit, kind="stable")
+            unit, owner = here.unit[order], here.owner[order]
+            row = owner * self.gathered_rows + self.units.low[unit]
+            return Place(unit, self.tokens + row), plan.ranks * self.gathered_rows
+        sends = self.rows.at((self.rows.src == self.rank) & (self.rows.kind == KV))
+        sends = sends.at(sends.owner != self.rank)
+        death = last_use(here.unit, here.step + 1, sends.unit, sends.step)
+        met = self.guests.at(np.isin(self.guests.k_unit, here.unit))
+        death = last_use(here.unit, death, met.k_unit, met.step)
+        together = np.zeros(self.steps + 1, dtype=np.int64)
+        np.maximum.at(together, here.step, death)
+        death = together[here.step]  # what arrives together stays together
+        first = self.units.pieces.start[self.units.first[here.unit]]
+        return place(here.unit, here.step, death, here.count, first, self.tokens)
+
+    def _guests(self) -> tuple[Place, int]:
+        """Rows of guest queries, and of what they find, after the own ones."""
+        moved = self.rows.at(np.isin(self.rows.kind, (Q, OUT, DQ)) & (self.rows.owner != self.rank))
+        here = moved.at((moved.dst == self.rank) & (moved.kind == Q))
+        sends = moved.at(moved.src == self.rank)
+        death = last_use(here.unit, here.step + 1, sends.unit, sends.step)
+        death = last_use(here.unit, death, self.guests.q_unit, self.guests.step)
+        self.fresh = here
+        return place(here.unit, here.step, death, here.count, here.unit, self.tokens)
+
+    def _acc(self) -> tuple[Place, int]:
+        """Rows of gradients on their way home, after the own ones."""
+        here, rows = self.arrivals, self.rows
+        home = rows.at((rows.src == self.rank) & (rows.kind == DKV))
+        leaves = last_use(here.unit, here.step + 1, home.unit, home.step)
+        row = self.arena.of(here.unit)
+        return place(here.unit, here.step + 1, leaves, here.count, row, self.tokens)
+
+    def _row(self, rows: _Rows) -> np.ndarray:
+        """First row of each unit in the buffer it is sent from or received into."""
+        low = self.units.low[rows.unit]
+        away = rows.owner != self.rank
+        for kinds, where in (((KV,), self.arena), ((DKV,), self.acc), ((Q,), self.q)):
+            some = away & np.isin(rows.kind, kinds)
+            low[some] = where.of(rows.unit[some])
+        return low
 
     def _sends(self, rows: _Rows) -> tuple[Message, ...]:
-        low = np.zeros(len(rows.unit), dtype=np.int64)
-        own, acc = rows.owner == self.rank, rows.kind == DKV
-        low[own] = self.plan.units.low[rows.unit[own]]
-        for mask, where in ((~own & ~acc, self.arena), (acc, self.acc)):
-            low[mask] = where.of(rows.unit[mask])
-        names = [ACC if a else OWN if o else ARENA for a, o in zip(acc, own, strict=True)]
-        return _messages(rows, rows.dst, names, low)
+        low = self._row(rows)
+        found = np.isin(rows.kind, (OUT, DQ))  # counted from the first guest row
+        low[found] = self.q.of(rows.unit[found]) - self.tokens
+        return _messages(rows, rows.dst, low, SENDS)
 
     def _recvs(self, rows: _Rows) -> tuple[tuple[Message, ...], Runs, Runs]:
-        """Messages, and where what lands is added: own gradient rows, acc rows."""
-        landing = rows.kind == DKV
-        low = np.zeros(len(rows.unit), dtype=np.int64)
-        low[~landing] = self.arena.of(rows.unit[~landing])
-        low[landing] = np.cumsum(rows.count[landing]) - rows.count[landing]
-        names = [LANDING if x else ARENA for x in landing]
-        messages = _messages(rows, rows.src, names, low)
-        self.landing_rows = max(self.landing_rows, int(rows.count[landing].sum()))
-        home, passing = landing & (rows.owner == self.rank), landing & (rows.owner != self.rank)
-        own = join_runs(low[home], self.plan.units.low[rows.unit[home]], rows.count[home])
-        acc = join_runs(low[passing], self.acc.of(rows.unit[passing]), rows.count[passing])
-        return messages, own, acc
+        """Messages, and where what lands is added: gradient rows, query rows."""
+        low, target, runs = self._row(rows), self._row(rows), []
+        for kinds in ((DKV,), (OUT, DQ)):
+            some = np.isin(rows.kind, kinds)
+            ends = np.cumsum(rows.count[some])
+            low[some] = ends - rows.count[some]
+            order = np.argsort(rows.owner[some] != self.rank, kind="stable")  # own rows first
+            runs.append(join_runs(*(c[some][order] for c in (low, target, rows.count))))
+            size = int(ends[-1]) if len(ends) else 0
+            if kinds == (DKV,):
+                self.landing_rows = max(self.landing_rows, size)
+            else:
+                self.answer_rows = max(self.answer_rows, size)
+        return _messages(rows, rows.src, low, RECEIVES), runs[0], runs[1]
 
-    def _compute(self, step: int) -> Compute | None:
-        plan, queries = self.plan, self.queries
-        if step == 0:
-            tokens = plan.num_tokens(self.rank)
-            return _compute(OWN, 0, tokens, queries, queries, plan.docs.causal, None)
-        here = self.arrivals.during(step - 1)
-        if not len(here.unit):
-            return None
-        row = self.arena.of(here.unit)
-        low, high = int(row.min()), int((row + here.count).max())
-        order = np.argsort(row)
-        grads = None
+    def _pieces(self, unit: np.ndarray, row: np.ndarray, grad: np.ndarray) -> Group:
+        """The pieces of key units that lie at `row`, their gradients at `grad`; no queries yet."""
+        index, owner = ranges(self.units.first[unit], self.units.first[unit + 1])
+        pieces = take(self.units.pieces, index)
+        at = pieces.offset
+        return Group(pieces, pieces._replace(offset=at + row[owner]), at + grad[owner])
+
+    def _keys(self, unit: np.ndarray) -> Group:
+        """Key units, own or held."""
+        low = self.units.low[unit]
+        row, grad = low.copy(), low.copy()
+        held = ~self._own(unit)
+        row[held] = self.arena.of(unit[held])
         if self.backward:
-            unit = here.unit[order]
-            grads = join_runs(row[order] - low, self.acc.of(unit), here.count[order])
-        pieces = _unit_pieces(plan, here.unit[order], row[order] - low)
-        return _compute(ARENA, low, high - low, queries, pieces, plan.docs.causal, grads)
+            grad[held] = self.acc.of(unit[held])
+        order = np.argsort(row, kind="stable")
+        return self._pieces(unit[order], row[order], grad[order])
+
+    def _own(self, unit: np.ndarray) -> np.ndarray:
+        size = self.units.parts * self.plan.schedule.num_shares
+        return unit // size == self.rank
+
+    def _query(self, unit: np.ndarray) -> Pieces:
+        """Query units, own or guests."""
+        row = self.units.low[unit]
+        held = ~self._own(unit)
+        row[held] = self.q.of(unit[held])
+        return self._pieces(unit, row, row).keys
+
+    def _groups(self, step: int) -> Iterator[Group]:
+        """Own queries with what has just arrived (own keys at step 0), then guests."""
+        keys = self.arrivals.during(step - 1).unit if step else self._own_units()
+        given = self.given.at(np.isin(self.given.k_unit, keys))
+        if not len(given.step):
+            if step:
+                yield self._keys(keys)._replace(queries=self.queries)
+            else:
+                yield Group(self.queries, self.queries, self.queries.offset)
+        else:
+            mine = self._own_units()
+            stay = mine[~np.isin(mine, given.q_unit)]
+            parts = [(stay, keys[:0]), *alike(given.q_unit, given.k_unit)]
+            for q, gone in parts:
+                yield self._keys(keys[~np.isin(keys, gone)])._replace(queries=self._query(q))
+        guests = self.guests.at(self.guests.step == step)
+        for q, k in alike(guests.q_unit, guests.k_unit):
+            yield self._keys(k)._replace(queries=self._query(q))
+
+    def _own_units(self) -> np.ndarray:
+        size = self.units.parts * self.plan.schedule.num_shares
+        unit = np.arange(self.rank * size, (self.rank + 1) * size)
+        return unit[self.units.count[unit] > 0]
+
+    def _step(self, t: int) -> Step:
+        rank, here = self.rank, self.rows.during(t)
+        if self.plan.schedule.collective and t == 0:
+            here = here.at(here.kind == DKV)
+        recvs, add, merge = self._recvs(here.at(here.dst == rank))
+        sends = self._sends(here.at(here.src == rank))
+        fresh, born = self.fresh.during(t - 1), self.arrivals.during(t - 1)
+        new = _spans(self.q.of(fresh.unit), fresh.count)
+        clear = _spans(self.acc.of(born.unit), born.count) if self.backward else NOTHING
+        work = compute(list(self._groups(t)), self.plan.docs.causal)
+        return Step(sends, recvs, work, new, clear, add, merge)
 
     def program(self) -> Program:
-        rows, rank = self.rows, self.rank
-        last = int(self.arrivals.step.max()) + 1 if len(self.arrivals.step) else 0
-        count = max(self.steps, last + 1)
-        if self.plan.schedule.exchange == "all_to_all":  # every rank takes part in every step
-            count = self.plan.schedule.num_steps(backward=self.backward) + 1
-        steps = []
-        for t in range(count):
-            here = rows.during(t)
-            if self.plan.schedule.collective and t == 0:
-                here = here.at(here.kind == DKV)
-            recvs, add_own, add_acc = self._recvs(here.at(here.dst == rank))
-            sends = self._sends(here.at(here.src == rank))
-            steps.append(Step(sends, recvs, self._compute(t), add_own, add_acc))
+        count = max(
+            self.steps,
+            *(int(x.step.max(initial=-2)) + 2 for x in (self.arrivals, self.fresh)),
+            int(self.guests.step.max(initial=-1)) + 1,
+            1,
+        )
         plan = self.plan
+        if plan.schedule.exchange == "all_to_all":  # every rank takes part in every step
+            count = plan.schedule.num_steps(backward=self.backward) + 1
+        steps = tuple(self._step(t) for t in range(count))
         return Program(
-            rank, plan.ranks, plan.num_tokens(rank), self.arena_rows, self.acc_rows,
-            self.landing_rows, tuple(steps), plan.schedule.collective, self.gathered_rows,
+            self.rank, plan.ranks, self.tokens, self.arena_rows, self.acc_rows, self.landing_rows,
+            self.guest_rows, self.answer_rows, steps, plan.schedule.collective, self.gathered_rows,
         )  # fmt: skip
+
+
+NOTHING = Runs(*np.zeros((3, 0), dtype=np.int64))
+
+
+def _spans(low: np.ndarray, count: np.ndarray) -> Runs:
+    """Rows to themselves, those that continue each other joined."""
+    order = np.argsort(low)
+    return join_runs(low[order], low[order], count[order])
+
+
+def _messages(
+    rows: _Rows, peers: np.ndarray, low: np.ndarray, buffers: dict[int, str]
+) -> tuple[Message, ...]:
+    """Rows as messages; those of one message joined where they lie end to end."""
+    if not len(low):
+        return ()
+    first = np.flatnonzero(_starts(rows.message))
+    ends = np.append(first[1:], len(low))
+    before = np.cumsum(rows.count) - rows.count
+    size = before[ends - 1] + rows.count[ends - 1] - before[first]
+    columns = [x[first] for x in (peers, low, rows.kind, rows.owner, rows.share, rows.tag)]
+    result = []
+    lists = (c.tolist() for c in (first, ends, size, *columns))
+    for a, b, n, peer, at, kind, owner, share, tag in zip(*lists, strict=True):
+        run = None
+        if b - a > 1:
+            run = join_runs(low[a:b], before[a:b] - before[a], rows.count[a:b])
+            run = run if len(run.src) > 1 else None
+        result.append(Message(peer, buffers[kind], at, n, kind, owner, share, tag, run))
+    return tuple(result)
 
 
 def lower(plan: Plan, rank: int, *, backward: bool = False) -> Program:

@@ -19,8 +19,9 @@ class Report:
         busiest: (src, dst, shares) of the link, or (rank, rank, shares) of the NIC, with the most in all.
         pairs: visible (query, key) pairs, each computed exactly once.
         peak_shards: most travelling KV a rank holds, in multiples of one rank's KV.
+        peak_guests: most queries of other ranks a rank holds, in multiples of one rank's tokens.
         work: pairs computed, int64 [ranks, steps + 1].
-        tokens_sent: tokens of KV each rank sends, int64 [ranks].
+        tokens_sent: tokens whose keys or queries each rank sends, int64 [ranks].
         messages: hops with tokens in them, whole forward pass.
     """
 
@@ -32,6 +33,7 @@ class Report:
     busiest: tuple[int, int, int]
     pairs: int
     peak_shards: float
+    peak_guests: float
     work: np.ndarray
     tokens_sent: np.ndarray
     messages: int
@@ -56,7 +58,8 @@ class Report:
                 f"coverage   proved: {self.pairs} visible pairs, each computed once, no other pair",
                 f"links      proved: {self.min_load}..{self.max_load} shares a link and step, "
                 f"{self.busy:.1%} of the links busy per step",
-                f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank",
+                f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank"
+                + f", {self.peak_guests:.3g} shards of guest queries" * (self.peak_guests > 0),
                 "gradients  proved: every contribution reaches its owner exactly once",
                 f"work       max/mean {self.balance:.4f} over ranks, "
                 f"{self.step_balance:.4f} in the worst step",

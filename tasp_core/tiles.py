@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import PlanError
-from .layout import Pieces, ranges
+from .layout import Layout, Pieces, ranges
 
 
 class Pairs(NamedTuple):
@@ -79,6 +79,18 @@ def pair_table(queries: Pieces, keys: Pieces, causal: bool) -> Pairs:
     full = np.where(square, np.minimum(first + columns, rows), 0)
     size = full - first
     return Pairs(q, k, first, full, size * (size + 1) // 2 + (rows - full) * columns)
+
+
+def rank_areas(layout: Layout) -> np.ndarray:
+    """Visible pairs of each rank's queries with each rank's keys, int64 [ranks, ranks]."""
+    rows = [layout.pieces(rank) for rank in range(layout.ranks)]
+    rank = np.repeat(np.arange(layout.ranks), [len(p.doc) for p in rows])
+    pieces = Pieces(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
+    order = working_order(pieces)
+    area = np.zeros((layout.ranks, layout.ranks), dtype=np.int64)
+    pairs = pair_table(pieces, take(pieces, order), layout.docs.causal)
+    np.add.at(area, (rank[pairs.q], rank[order[pairs.k]]), pairs.area)
+    return area
 
 
 def tile(queries: Pieces, keys: Pieces, causal: bool) -> Tiles:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PlanError, TransportError
-from .lower import ACC, LANDING, Message, Step
-from .schedules import KINDS
+from .program import RECEIVES, Message, Step
+from .schedules import DKV, KINDS, KV
 
 Wait = Callable[[], None]
+Buffers = dict[str, Tensor]
 NOTE_BYTES = 4096
 TAGS = 1 << 12
 
@@ -94,53 +95,51 @@ class Exchange:
                 "give every rank the same documents, options and shapes. " + "; ".join(lines)
             )
 
-    def post(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
+    def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
-        works = []
-        for op, messages in ((dist.isend, step.sends), (dist.irecv, step.recvs)):
-            for m in messages:
-                rows = buffers[m.buffer][m.low : m.low + m.count]
-                tag = t % TAGS * TAGS + m.tag % TAGS
-                works.append(
-                    (
-                        dist.P2POp(
-                            op, rows, group=self.group, tag=tag, group_peer=self.members[m.peer]
-                        ),
-                        m,
-                    )
-                )
-        if not works:
+        messages = [*step.sends, *step.recvs]
+        if not messages:
             return lambda: None
-        peers = ", ".join(sorted({str(m.peer) for _, m in works}))
-        with self._naming(t, f"posting {len(works)} messages to and from ranks {peers}"):
-            pending = dist.batch_isend_irecv([w[0] for w in works])
         sending = len(step.sends)
+        rows = [
+            _take(m, buffers) if i < sending else _room(m, buffers) for i, m in enumerate(messages)
+        ]
+        ops = [
+            dist.P2POp(
+                dist.isend if i < sending else dist.irecv, x, group=self.group,
+                tag=t % TAGS * TAGS + m.tag % TAGS, group_peer=self.members[m.peer],
+            )
+            for i, (m, x) in enumerate(zip(messages, rows, strict=True))
+        ]  # fmt: skip
+        peers = ", ".join(sorted({str(m.peer) for m in messages}))
+        with self._naming(t, f"posting {len(messages)} messages to and from ranks {peers}"):
+            pending = dist.batch_isend_irecv(ops)
 
         def wait() -> None:
-            if len(pending) < len(works):  # NCCL: one handle for all
-                with self._naming(t, f"exchanging with ranks {peers}"):
-                    for work in pending:
-                        work.wait()
-                return
-            for i, (work, (_, m)) in enumerate(zip(pending, works, strict=True)):
-                word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
-                to = f"sending {word} to" if i < sending else f"waiting for {word} from"
-                with self._naming(t, f"{to} rank {m.peer}"):
+            for i, work in enumerate(pending):
+                what = f"exchanging with ranks {peers}"  # NCCL: one handle for all messages
+                if len(pending) == len(messages):
+                    m = messages[i]
+                    word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
+                    to = f"sending {word} to" if i < sending else f"waiting for {word} from"
+                    what = f"{to} rank {m.peer}"
+                with self._naming(t, what):
                     work.wait()
+            for m, x in zip(messages[sending:], rows[sending:], strict=True):
+                _put(m, x, buffers)
 
         return wait
 
-    def post_all_to_all(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
-        """The same as one all-to-all for each kind of buffer; packs, so it needs one more copy."""
+    def post_all_to_all(self, t: int, step: Step, buffers: Buffers) -> Wait:
+        """The same as one all-to-all for each kind of message; packs, so it needs one more copy."""
         finish = []
-        for names in ((ACC, LANDING), ("own", "arena")):
-            out = [m for m in step.sends if m.buffer in names]
-            into = [m for m in step.recvs if m.buffer in names]
-            like = next((buffers[n] for n in names if n in buffers), None)
+        for kind in (DKV, KV):
+            like = buffers.get(RECEIVES[kind])
             if like is None:
                 continue
-            packed = [buffers[m.buffer][m.low : m.low + m.count] for m in out]
-            send = torch.cat([like[:0], *packed])
+            out = [m for m in step.sends if m.kind == kind]
+            into = [m for m in step.recvs if m.kind == kind]
+            send = torch.cat([like[:0], *(_take(m, buffers) for m in out)])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
             splits = (self._splits(into), self._splits(out))
             with self._naming(t, "the step's all-to-all"):
@@ -151,10 +150,8 @@ class Exchange:
             for work, recv, into in finish:
                 with self._naming(t, "the step's all-to-all"):
                     work.wait()
-                at = 0
-                for m in into:
-                    buffers[m.buffer][m.low : m.low + m.count] = recv[at : at + m.count]
-                    at += m.count
+                for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):
+                    _put(m, rows, buffers)
 
         return wait
 
@@ -185,3 +182,30 @@ class Exchange:
         for m in messages:
             sizes[self.members[m.peer]] += m.count
         return sizes
+
+
+def _rows(m: Message, buffers: Buffers) -> list[Tensor]:
+    buffer = buffers[m.buffer]
+    return [buffer[low : low + count] for low, count in m.ranges]
+
+
+def _take(m: Message, buffers: Buffers) -> Tensor:
+    """The rows a message sends, in the dtype in which they are received; copied where apart."""
+    parts = _rows(m, buffers)
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows.to(buffers[RECEIVES[m.kind]].dtype)
+
+
+def _room(m: Message, buffers: Buffers) -> Tensor:
+    """Where a message is received: its rows, or new ones where they are apart."""
+    parts = _rows(m, buffers)
+    return parts[0] if len(parts) == 1 else parts[0].new_empty((m.count, *parts[0].shape[1:]))
+
+
+def _put(m: Message, rows: Tensor, buffers: Buffers) -> None:
+    """Rows that have arrived, to where they belong."""
+    parts = _rows(m, buffers)
+    if len(parts) == 1 and parts[0].data_ptr() == rows.data_ptr():
+        return
+    for part, some in zip(parts, rows.split([len(p) for p in parts]), strict=True):
+        part.copy_(some)

@@ -16,7 +16,7 @@ import tasp_core as tasp
 from tasp_core import execute, flash
 from tasp_core.kernels import AtenCpu
 from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
-from tasp_core.lower import Message, Step
+from tasp_core.program import Message, Step
 from tasp_core.transport import Exchange
 
 DOCS = tasp.Documents.of([37, 81, 2, 60])
@@ -108,11 +108,12 @@ def test_h6_h7_either_mask_with_defaults_on_four_cpu_ranks(causal):
 def test_g3_the_first_operation_of_a_group_may_be_a_partial_step(ranks):
     def first(rank, group):  # only rank 0 sends, only rank 1 receives
         fresh = dist.new_group(list(range(ranks)))
-        buffers = {"own": torch.full((4, 1, 2), 7.0), "arena": torch.zeros(4, 1, 2)}
-        sends = (Message(1, "own", 1, 2, 0, 0, 0, 0),) if rank == 0 else ()
-        recvs = (Message(0, "arena", 2, 2, 0, 0, 0, 0),) if rank == 1 else ()
-        Exchange(fresh).post(0, Step(sends, recvs, None, None, None), buffers)()
-        return buffers["arena"][:, 0, 0].tolist()
+        kv = torch.zeros(8, 1, 2)
+        kv[:4] = 7.0
+        sends = (Message(1, "kv", 1, 2, 0, 0, 0, 0),) if rank == 0 else ()
+        recvs = (Message(0, "kv", 6, 2, 0, 0, 0, 0),) if rank == 1 else ()
+        Exchange(fresh).post(0, Step(sends, recvs, *[None] * 5), {"kv": kv})()
+        return kv[4:, 0, 0].tolist()
 
     answers = tasp.launch(first, ranks, timeout_s=20)
     assert answers == [[0.0, 0.0, 7.0 * (r == 1), 7.0 * (r == 1)] for r in range(ranks)]

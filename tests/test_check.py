@@ -102,7 +102,7 @@ def test_holding_of_the_backward_pass(lost):
     other = tuple(swap(words, (lost, None)))
     schedule = Forked(4, 4, words=tuple(words), claim=LOOSE, other=other)
     wrong = tasp.Plan(made.docs, made.layout, schedule, made.machine)
-    refused(wrong, "the backward table moves kv by other hops")
+    refused(wrong, "the backward table moves kv or q by other hops")
 
 
 @pytest.mark.parametrize(
@@ -276,5 +276,6 @@ def test_32_ranks(schedule):
     report = check(made)
     assert report.pairs == made.docs.num_pairs
     moved = report.tokens_sent.sum()
-    assert moved < 31 * made.docs.total if schedule == "sap" else moved == 31 * made.docs.total
+    everything = 31 * made.docs.total * (2 if len(made.schedule.meets.step) else 1)
+    assert moved < everything if made.schedule.uneven else moved == everything
     assert report.balance < 1.06

@@ -17,7 +17,7 @@ import tasp_core as tasp
 from tasp_core import execute, kernels, views
 from tasp_core.kernels import AtenCpu, Math, VarlenKernel, oracle, resolve
 from tasp_core.lab.measure import NAMES, Inputs, Judge
-from tasp_core.lower import Call
+from tasp_core.program import Call
 from tasp_core.tiles import Sequences
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import tasp_core as tasp
 from tasp_core.lower import lower
-from tasp_core.schedules import DKV
-from tasp_core.schedules.sap import return_arcs
+from tasp_core.schedules import DKV, KV
+from tasp_core.schedules.helper import arrivals, return_arcs
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=9)
 
@@ -51,7 +51,10 @@ def arriving(p: tasp.Plan) -> list[list[int]]:
 def test_exactly_what_is_needed_travels_once(lengths, ranks, layout, causal, nodes):
     docs = tasp.Documents.of(lengths, causal=causal)
     machine = f"mesh{ranks // 2}x2" if nodes and ranks % 2 == 0 else None
-    p = tasp.plan(docs, ranks, schedule="sap", layout=layout, machine=machine)
+    options = {"move_q": False}
+    p = tasp.plan(
+        docs, ranks, schedule="sap", layout=layout, machine=machine, schedule_options=options
+    )
     tasp.check(p)
     for wanted, found in zip(needed(p), arriving(p), strict=True):
         assert len(found) == len(set(found))
@@ -94,15 +97,19 @@ def test_buffers_are_bounded_and_a_larger_one_means_fewer_steps(machine, buffer_
         )
 
 
+def ready(p: tasp.Plan) -> np.ndarray:
+    return arrivals(p.hops(), KV, (p.ranks, p.ranks, p.schedule.num_shares)) + 1
+
+
 def test_gradient_arcs_are_the_rings_own_on_a_ring():
     ring = tasp.plan([64], 5, schedule="tasp", layout="zigzag")
     back = ring.hops(backward=True)
     wave = tasp.plan([64], 8, schedule="wave", machine="mesh4x2")
     table = wave.hops(backward=True)
-    derived = return_arcs(wave.hops(), (8, 8, wave.schedule.num_shares))
+    derived = return_arcs(wave.hops(), ready(wave))
     assert set(derived.words()) == set(table.where(table.kind == DKV).words())
     # on rings the closing arc is shorter than the way back, so they have their own rule
-    assert back.step.max() < return_arcs(ring.hops(), (5, 5, 4)).step.max()
+    assert back.step.max() < return_arcs(ring.hops(), ready(ring)).step.max()
 
 
 def test_plans_without_a_layout_are_refused_and_tables_keep_their_cuts():

@@ -75,8 +75,8 @@ def attend_all(
         say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
         p = _plan(docs, ranks, schedule, layout, node)
         errors, seconds = verify(p, inputs, judge=judge)
-        dims = inputs.k.shape[-1] + inputs.v.shape[-1]
-        sent = sent_bytes(p, inputs.k.shape[1], dims, inputs.q.dtype)
+        heads, head_dim = inputs.q.shape[1:]
+        sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
         rows.append(Row(label, p, check(p), errors, sent, max(seconds)))
     return rows
 

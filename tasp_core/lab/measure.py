@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..documents import Documents
-from ..explain import wire_bytes
+from ..explain import RowBytes, wire_bytes
 from ..kernels import oracle, resolve
 from ..launch import launch
 from ..lower import lower
@@ -121,16 +121,14 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def sent_bytes(plan: Plan, kv_heads: int, dims: int, dtype: torch.dtype) -> dict[str, list[int]]:
-    """Bytes each rank sends, forward and backward, read off the lowered programs.
-
-    Args:
-        dims: key dim plus value dim.
-    """
-    rows = (kv_heads * dims * dtype.itemsize, kv_heads * dims * max(4, dtype.itemsize))
+def sent_bytes(
+    plan: Plan, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, list[int]]:
+    """Bytes each rank sends, forward and backward, read off the lowered programs."""
+    row = RowBytes.of(heads, kv_heads, head_dim, str(dtype).removeprefix("torch."))
     return {
         name: [
-            wire_bytes(lower(plan, rank, backward=backward), *rows, sent=True)
+            wire_bytes(lower(plan, rank, backward=backward), row, sent=True, backward=backward)
             for rank in range(plan.ranks)
         ]
         for name, backward in (("forward", False), ("backward", True))

@@ -8,18 +8,20 @@ from typing import Any
 from ..errors import PlanError
 from ..layout import Layout
 from ..topology import Machine
-from .base import DKV, KINDS, KV, Hops, Promise, Schedule, Table
+from .base import DKV, DQ, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
+from .helper import Helper, Mesh, TokenRing
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap import Sap
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "KINDS", "KV", "AllGather", "Hops", "Promise", "Ring", "RingSchedule", "Schedule", "Table",
-    "Tasp", "TaspPaths", "TaspRails", "Wave", "build", "schedules",
+    "DKV", "DQ", "KINDS", "KV", "OUT", "AllGather", "Hops", "Meets", "Promise", "Q", "Ring",
+    "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails", "Wave", "build", "schedules",
 ]  # fmt: skip
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    cls.name: cls for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather, Sap)
+    cls.name: cls
+    for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather, Helper, TokenRing, Mesh, Sap)
 }
 
 
@@ -34,14 +36,25 @@ def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any
     return {**defaults, **options}
 
 
+def _mesh_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A row a node, so that queries stay inside; on one node the most even rows x columns."""
+    n, u = machine.ranks, machine.num_nodes
+    square = min((r for r in range(1, n + 1) if n % r == 0), key=lambda r: abs(r - n // r))
+    return {"rows": u if u > 1 else square, **options}
+
+
 EXCHANGES = ("p2p", "all_to_all")
 OPTIONS = {
     "wave": ("exchange", "blocks", "twins"),
     "all_gather": (),
-    "sap": ("exchange", "buffer_tokens"),
+    "helper": (),
+    "token_ring": (),
+    "mesh": ("rows",),
+    "sap": ("exchange", "buffer_tokens", "move_q"),
 }
 DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
-    "wave": _wave_options
+    "wave": _wave_options,
+    "mesh": _mesh_options,
 }
 
 
@@ -73,6 +86,9 @@ def build(
     if given.get("exchange", "p2p") not in EXCHANGES:
         raise PlanError(f"exchange must be one of {EXCHANGES}, got {given['exchange']!r}")
     resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
+    if name == "sap" and layout is not None:  # tokens that may not be permuted: move the work
+        alone = given.get("exchange", "p2p") == "p2p" and layout.name == "contiguous"
+        resolved = {"move_q": alone, **given}
     node_size = machine.ranks if name == "all_gather" else machine.node_size
     if SCHEDULES[name].uneven:
         resolved = {**resolved, "layout": layout}

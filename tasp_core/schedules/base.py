@@ -1,9 +1,15 @@
 """What a schedule is: a table of hops, and what it promises about links and buffers.
 
 A hop is `(step, src, dst, owner, share, kind)`: in communication step `step`, rank `src` sends rank
-`dst` share `share` of rank `owner`'s keys and values (kind kv), or what has been summed of their
-gradient (kind dkv). Compute step t uses what arrived in communication step t - 1; own keys are
-computed at step 0. In the backward pass kv travels again by the same hops.
+`dst` something of share `share` of rank `owner`. Compute step t uses what arrived in communication
+step t - 1; own keys are computed at step 0.
+
+    kv    its keys and values; in the backward pass they travel again by the same hops
+    dkv   what has been summed of their gradient, in the backward pass
+    q     its queries (backward: with the gradient of their output), where a schedule moves them
+    out   what guest queries found, (out, lse), straight home;  dq: the same in the backward pass
+
+A schedule that moves queries says in `meets` what is computed away from home, where and when.
 
 A new schedule is one file with a subclass of `Schedule`, named in schedules/__init__.py.
 """
@@ -21,8 +27,8 @@ import numpy as np
 from ..errors import PlanError
 from ..layout import Layout
 
-KINDS = ("kv", "dkv")
-KV, DKV = range(2)
+KINDS = ("kv", "dkv", "q", "out", "dq")
+KV, DKV, Q, OUT, DQ = range(5)
 
 
 class Hops(NamedTuple):
@@ -63,7 +69,9 @@ class Hops(NamedTuple):
         """
         rows = []
         for word in words:
-            match = re.fullmatch(r"t(\d+) (\d+)>(\d+) (kv|dkv)(\d+)\.(\d+)", word.strip())
+            match = re.fullmatch(
+                rf"t(\d+) (\d+)>(\d+) ({'|'.join(KINDS)})(\d+)\.(\d+)", word.strip()
+            )
             if not match:
                 raise PlanError(f"cannot read hop {word!r}; a hop looks like 't3 2>5 kv1.4'")
             step, src, dst, kind, owner, share = match.groups()
@@ -95,6 +103,27 @@ class Hops(NamedTuple):
         return cls._make([*flat, np.full(flat[0].shape, kind, dtype=np.int64)])
 
 
+class Meets(NamedTuple):
+    """Pairs computed away from home: queries of (q_owner, q_share) with keys of (owner, share).
+
+    Rank `rank`, which is not q_owner, computes them at compute step `step`; int64 arrays.
+    """
+
+    step: np.ndarray
+    rank: np.ndarray
+    q_owner: np.ndarray
+    q_share: np.ndarray
+    owner: np.ndarray
+    share: np.ndarray
+
+    def where(self, mask: np.ndarray) -> Meets:
+        """The rows of a boolean mask, or of indices."""
+        return Meets(*(column[mask] for column in self))
+
+
+NO_MEETS = Meets(*np.zeros((6, 0), dtype=np.int64))
+
+
 class Promise(NamedTuple):
     """What `check` holds a schedule to, in the forward pass.
 
@@ -102,11 +131,13 @@ class Promise(NamedTuple):
         inside: most shares a link between two ranks of one node carries in a step.
         across: most shares a rank sends, or takes in, over its NIC in a step.
         buffer: most travelling KV a rank holds, as a multiple of the largest rank's KV.
+        guests: most queries of other ranks it holds, as a multiple of the largest rank's tokens.
     """
 
     inside: int
     across: int
     buffer: float
+    guests: float = 0.0
 
 
 RING_PROMISE = Promise(1, 1, 2.0)
@@ -147,9 +178,14 @@ class Schedule(ABC):
         """A torch.distributed collective that does step 0, or None for point-to-point messages."""
         return None
 
+    @property
+    def meets(self) -> Meets:
+        """What is computed away from home; all else is where the queries are, when keys arrive."""
+        return NO_MEETS
+
     @abstractmethod
     def forward(self, rank: int | None) -> Hops:
-        """The kv hops; of one rank (as sender or receiver), or all."""
+        """The kv, q and out hops; of one rank (as sender or receiver), or all."""
 
     @abstractmethod
     def gradients(self, rank: int | None) -> Hops:
@@ -160,8 +196,9 @@ class Schedule(ABC):
         if rank is not None and not 0 <= rank < self.ranks:
             raise PlanError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
         table = self.forward(rank)
-        if backward:
-            table = Hops.concat([table, self.gradients(rank)])
+        if backward:  # dq comes home as out did
+            kind = np.where(table.kind == OUT, DQ, table.kind)
+            table = Hops.concat([table._replace(kind=kind), self.gradients(rank)])
         return table.ordered()
 
     def num_steps(self, *, backward: bool = False) -> int:
@@ -196,16 +233,21 @@ class Table(Schedule):
     def promise(self) -> Promise:
         return self.claim
 
-    def _rows(self, kind: int, rank: int | None) -> Hops:
+    @property
+    def meets(self) -> Meets:
+        return self.like.meets if self.like else NO_MEETS
+
+    def _rows(self, kinds: tuple[int, ...], rank: int | None) -> Hops:
         table = Hops.parse(self.words)
         mine = True if rank is None else (table.src == rank) | (table.dst == rank)
-        return table.where((table.kind == kind) & mine)
+        return table.where(np.isin(table.kind, kinds) & mine)
 
     def forward(self, rank: int | None) -> Hops:
-        return self._rows(KV, rank)
+        table = self._rows((KV, Q, OUT, DQ), rank)
+        return table._replace(kind=np.where(table.kind == DQ, OUT, table.kind))
 
     def gradients(self, rank: int | None) -> Hops:
-        return self._rows(DKV, rank)
+        return self._rows((DKV,), rank)
 
     def num_steps(self, *, backward: bool = False) -> int:
         step = self.hops(backward=backward).step

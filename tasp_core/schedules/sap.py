@@ -8,6 +8,9 @@ so that nothing travels that nobody needs; pairs of ranks without a common docum
     several nodes   once to one rank of each other node (over the owner's rail where that rank needs
                     it too), which hands it on to its node mates
 
+Where the layout leaves ranks with uneven work and tokens may not be permuted (`contiguous`), queries
+of busy ranks are computed by idle ones (`move_q`; offload.py) and their answers come home.
+
 Steps are filled receiver by receiver up to `buffer_tokens`, each receiver starting with the rank
 after it, and there are no more steps than that needs. Gradients return on reversed arcs, added up on
 the way. Source: the idea of HSAP (arXiv 2606.30460); the compilation rules are this project's own.
@@ -17,58 +20,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError, whole
-from ..layout import Layout, ranges
-from .base import DKV, KV, Hops, Promise, Schedule
+from ..layout import Layout
+from .base import KV, NO_MEETS, Hops, Meets, Promise, Q, Schedule
+from .helper import Routes, busiest, complete, of_rank
+from .needs import Wants
+from .offload import offload
 
 SPLIT = 8  # no share is larger than this part of a step's buffer
-
-
-class _Shares(NamedTuple):
-    """Every rank's shares: runs of one document whose tokens are all needed by the same ranks."""
-
-    owner: np.ndarray
-    number: np.ndarray  # within the owner
-    low: np.ndarray  # first local token
-    size: np.ndarray
-    doc: np.ndarray
-    first: np.ndarray  # first and last global token
-    last: np.ndarray
-
-
-class _Needs(NamedTuple):
-    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see."""
-
-    doc: np.ndarray
-    rank: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def return_arcs(hops: Hops, shape: tuple[int, int, int]) -> Hops:
-    """The dkv hops that bring every share's gradient home: each kv arc reversed, as early as can be.
-
-    A rank's contribution is computed in the step after its arrival and can leave in the one after;
-    what its own receivers send back must have arrived.
-
-    Args:
-        hops: the kv hops. shape: (ranks, ranks, shares).
-    """
-    leaves = np.zeros(shape, dtype=np.int64)
-    order = np.argsort(-hops.step, kind="stable")  # children's arcs come later than their parents'
-    for step in np.unique(hops.step)[::-1]:
-        some = hops.where(hops.step == step)
-        at = (some.dst, some.owner, some.share)
-        leaves[at] = np.maximum(leaves[at], some.step + 2)
-        np.maximum.at(leaves, (some.src, some.owner, some.share), leaves[at] + 1)
-    back = hops.where(order)
-    step = leaves[back.dst, back.owner, back.share]
-    kind = np.full_like(step, DKV)
-    return Hops(step, back.dst, back.src, back.owner, back.share, kind)
 
 
 def fill_steps(
@@ -91,37 +54,22 @@ class Sap(Schedule):
 
     layout: Layout | None = None
     buffer_tokens: int = 0  # a step's arrivals; 0: the largest rank's tokens
+    move_q: bool = False
 
     name = "sap"
     uneven = True
 
     def __post_init__(self) -> None:
         whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
+        if self.move_q and self.exchange != "p2p":
+            raise PlanError("sap: move_q=True needs exchange='p2p'; set one of the two")
+        if self.move_q and self.layout is not None and self.layout.name == "striped":
+            raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
 
     @property
     def options(self) -> dict[str, Any]:
         given = {"buffer_tokens": self.buffer_tokens} if self.buffer_tokens else {}
-        return {**super().options, **given}
-
-    @cached_property
-    def _needs(self) -> _Needs:
-        layout = self._layout
-        docs, n = layout.docs, layout.ranks
-        pieces = [layout.pieces(r) for r in range(n)]
-        rank = np.repeat(np.arange(n), [len(p.doc) for p in pieces])
-        doc, start, last = (
-            np.concatenate([getattr(p, k) for p in pieces]) for k in ("doc", "start", "last")
-        )
-        key, at = np.unique(doc * n + rank, return_inverse=True)
-        low = np.full(len(key), docs.total)
-        high = np.zeros(len(key), dtype=np.int64)
-        np.minimum.at(low, at, start)
-        np.maximum.at(high, at, last + 1)
-        begin, end = docs.cu_seqlens[key // n], docs.cu_seqlens[key // n + 1]
-        reach = docs.total if docs.window is None else docs.window - 1
-        low = np.maximum(begin, low - reach)
-        high = high if docs.causal else np.minimum(end, high + reach)
-        return _Needs(key // n, key % n, low, high)
+        return {**super().options, **given, "move_q": self.move_q}
 
     @property
     def _layout(self) -> Layout:
@@ -135,53 +83,39 @@ class Sap(Schedule):
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
         """Local borders of the rank's shares, int64 [1, num_shares + 1]; the last ones may be empty."""
-        own = self._cuts[rank]
+        own = self._wants.cuts[rank]
         return np.concatenate([own, np.full(self.num_shares + 1 - len(own), own[-1])])[None, :]
 
     @cached_property
-    def _cuts(self) -> list[np.ndarray]:
-        needs, most = self._needs, max(1, self._budget // SPLIT)
-        limits = np.unique(np.concatenate([needs.low, needs.high]))
-        result = []
-        for rank in range(self.ranks):
-            p = self._layout.pieces(rank)
-            inner, at = ranges(
-                np.searchsorted(limits, p.start, "right"), np.searchsorted(limits, p.last, "right")
-            )
-            borders = p.offset[at] - ((p.start[at] - limits[inner]) // p.stride[at])
-            cut = np.unique(np.concatenate([p.offset, borders, [self._layout.num_tokens(rank)]]))
-            parts, which = ranges(np.zeros_like(cut[1:]), -(-np.diff(cut) // most))
-            result.append(np.append(cut[:-1][which] + parts * most, cut[-1]))
-        return result
+    def _wants(self) -> Wants:
+        given = offload(self._layout) if self.move_q else None
+        return Wants(self._layout, max(1, self._budget // SPLIT), given)
 
-    @cached_property
+    @property
     def num_shares(self) -> int:
-        return max(1, *(len(c) - 1 for c in self._cuts))
+        return self._wants.num_shares
 
     @cached_property
-    def _shares(self) -> _Shares:
-        columns = []
-        for rank in range(self.ranks):
-            cut = self._cuts[rank]
-            p = self._layout.pieces(rank)
-            low, size = cut[:-1], np.diff(cut)
-            at = np.searchsorted(p.offset, low, side="right") - 1
-            first = p.start[at] + (low - p.offset[at]) * p.stride[at]
-            last = first + (size - 1) * p.stride[at]
-            columns.append(
-                (np.full_like(low, rank), np.arange(len(low)), low, size, p.doc[at], first, last)
-            )
-        return _Shares(*(np.concatenate(c) for c in zip(*columns, strict=True)))
+    def _routes(self) -> Routes:
+        shape = (self.ranks, self.ranks, self.num_shares)
+        keys = self._keys()
+        if not self._wants.moves_some:
+            return complete(keys, NO_MEETS, shape)
+        shares, (q, k, worker) = self._wants.shares, self._wants.away
+        visits = np.unique(worker * len(shares.owner) + q)
+        rank, share = np.divmod(visits, len(shares.owner))
+        zero, owner = np.zeros_like(rank), shares.owner[share]
+        guests = Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
+        meets = Meets(
+            np.zeros_like(q), worker, shares.owner[q], shares.number[q], shares.owner[k],
+            shares.number[k],
+        )  # fmt: skip
+        return complete(Hops.concat([keys, guests]), meets, shape)
 
-    @cached_property
-    def table(self) -> Hops:
-        """All kv hops."""
-        shares, needs, m = self._shares, self._needs, self.node_size
-        low, high = (np.searchsorted(needs.doc, shares.doc, side=s) for s in ("left", "right"))
-        who, share = ranges(low, high)
-        seen = (needs.high[who] > shares.first[share]) & (needs.low[who] <= shares.last[share])
-        seen &= (needs.rank[who] != shares.owner[share]) & (shares.size[share] > 0)
-        dst, share = needs.rank[who[seen]], share[seen]
+    def _keys(self) -> Hops:
+        """The kv hops."""
+        shares, m = self._wants.shares, self.node_size
+        dst, share = self._wants.wanted()
         owner, size = shares.owner[share], shares.size[share]
         # the gate of a node: the rank that needs the share and is next after the owner's rail
         away = dst // m != owner // m
@@ -212,39 +146,30 @@ class Sap(Schedule):
             _, step = np.unique(step, return_inverse=True)  # steps without work are merged away
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
 
-    @cached_property
-    def _returns(self) -> Hops:
-        return return_arcs(self.table, (self.ranks, self.ranks, self.num_shares))
+    @property
+    def meets(self) -> Meets:
+        return self._routes.meets
 
     @property
     def promise(self) -> Promise:
         if self.layout is None:
             return Promise(1, 1, 2.0)
-        hops, node = self.table, self.table.src // self.node_size
-        inside = node == hops.dst // self.node_size
-        link = _most(hops.step[inside], hops.src[inside] * self.ranks + hops.dst[inside])
-        across = max(_most(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
+        forward = self._routes.forward
+        link, across, *_ = busiest(forward, self.ranks, self.node_size)
         largest = max(1, int(self._layout.counts.max()))
         # one share over the budget for each kind of arrival; tiny rows round up to whole tokens
         slack = 2 * 3 * max(1, self._budget // SPLIT) if self._budget < 8 * SPLIT else 0
-        return Promise(link, across, (2 * self._budget + slack) / largest)
-
-    def _of(self, table: Hops, rank: int | None) -> Hops:
-        return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
+        q = forward.where(forward.kind == Q)  # all come in the first step
+        size = self._wants.shares.size[np.searchsorted(self._wants.shares.owner, q.owner) + q.share]
+        guests = int(np.bincount(q.dst, size, minlength=1).max())
+        return Promise(link, across, (2 * self._budget + slack) / largest, guests / largest)
 
     def forward(self, rank: int | None) -> Hops:
-        return self._of(self.table, rank)
+        return of_rank(self._routes.forward, rank)
 
     def gradients(self, rank: int | None) -> Hops:
-        return self._of(self._returns, rank)
+        return of_rank(self._routes.returns, rank)
 
     def num_steps(self, *, backward: bool = False) -> int:
-        step = (self._returns if backward else self.table).step
+        step = self.hops(backward=backward).step
         return int(step.max()) + 1 if step.size else 0
-
-
-def _most(step: np.ndarray, resource: np.ndarray) -> int:
-    """Most shares one resource carries in one step."""
-    if not step.size:
-        return 0
-    return int(np.unique(np.stack([step, resource]), axis=1, return_counts=True)[1].max())
