@@ -84,11 +84,11 @@ class _Checker:
         for rank in range(self.n):
             queries = plan.layout.pieces(rank)
             mine = take(queries, working_order(queries))
-            work[rank, 0] = pair_table(queries, mine, plan.docs.causal).area.sum()
+            work[rank, 0] = pair_table(queries, mine, plan.docs).area.sum()
             arrived = self.arrival[rank, owner, share]
             other = np.flatnonzero(owner != rank)
             keys = other[working_order(take(units.pieces, other))]
-            pairs = pair_table(queries, take(units.pieces, keys), plan.docs.causal)
+            pairs = pair_table(queries, take(units.pieces, keys), plan.docs)
             step = arrived[keys[pairs.k]] + 1
             lost = np.flatnonzero((pairs.area > 0) & (step > NEVER))
             if lost.size:

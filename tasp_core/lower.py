@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .buffers import Place, Runs, join_runs, last_use, place
+from .documents import Documents
 from .layout import Pieces, ranges
 from .plan import Plan
 from .schedules import DKV, KV, Hops
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     sequences: Sequences
     q_runs: tuple[Runs, ...]  # output rows -> query rows, one entry a round
     k_runs: tuple[Runs, ...]  # key gradient rows -> key rows
+    mirrored: int = 0  # so many of the last sequences of a causal call, see tiles.py
 
 
 class Compute(NamedTuple):
@@ -140,24 +142,27 @@ def _compute(
     count: int,
     queries: Pieces,
     keys: Pieces,
-    causal: bool,
+    docs: Documents,
     grads: Runs | None,
 ) -> Compute:
     """Tiles of the queries against key pieces whose offsets are rows from `low`."""
-    tiles = tile(queries, keys, causal)
+    tiles = tile(queries, keys, docs)
     used = take(keys, tiles.used)
     border = np.cumsum(used.count) - used.count  # first working row of each used piece
     follows = used.offset[1:] == used.offset[:-1] + used.count[:-1]
     gather = None
-    if not (follows | (used.doc[1:] != used.doc[:-1])).all():
+    merged = docs.window_size is None  # else every sequence reads one piece
+    if merged and not (follows | (used.doc[1:] != used.doc[:-1])).all():
         gather = ranges(used.offset, used.offset + used.count)[0]
     calls = []
-    for is_causal, seq in ((True, tiles.causal), (False, tiles.full)):
+    for causal, seq, mirrored in ((True, tiles.causal, tiles.mirrored), (False, tiles.full, 0)):
         if not len(seq.q_lo):
             continue
         if gather is None:
-            seq = seq._replace(k_lo=used.offset[np.searchsorted(border, seq.k_lo)])
-        calls.append(Call(is_causal, seq, _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n)))
+            at = np.searchsorted(border, seq.k_lo, side="right") - 1
+            seq = seq._replace(k_lo=used.offset[at] + seq.k_lo - border[at])
+        runs = _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n)
+        calls.append(Call(causal, seq, *runs, mirrored))
     return Compute(buffer, low, count, gather, tuple(calls), grads)
 
 
@@ -243,7 +248,7 @@ class _Lowering:
         plan, queries = self.plan, self.queries
         if step == 0:
             tokens = plan.num_tokens(self.rank)
-            return _compute(OWN, 0, tokens, queries, queries, plan.docs.causal, None)
+            return _compute(OWN, 0, tokens, queries, queries, plan.docs, None)
         here = self.arrivals.during(step - 1)
         if not len(here.unit):
             return None
@@ -255,7 +260,7 @@ class _Lowering:
             unit = here.unit[order]
             grads = join_runs(row[order] - low, self.acc.of(unit), here.count[order])
         pieces = _unit_pieces(plan, here.unit[order], row[order] - low)
-        return _compute(ARENA, low, high - low, queries, pieces, plan.docs.causal, grads)
+        return _compute(ARENA, low, high - low, queries, pieces, plan.docs, grads)
 
     def program(self) -> Program:
         rows, rank = self.rows, self.rank

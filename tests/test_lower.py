@@ -281,7 +281,9 @@ def test_programs_of_eight_ranks(name, layout):
 
 BROKEN = {
     "place": lambda unit, birth, death, *rest: place(unit, birth, death - 1, *rest),  # reused early
-    "tile": lambda queries, keys, causal: tile(queries, keys, False),  # keys after the query
+    "tile": lambda q, k, docs: tile(
+        q, k, Documents(docs.cu_seqlens, False)
+    ),  # keys after the query
     "rounds": lambda low, count: np.zeros(len(low), dtype=int),  # overlapping runs at once
     "working_order": lambda keys: np.arange(len(keys.doc)),  # keys as they come
 }

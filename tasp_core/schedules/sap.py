@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import PlanError, whole
 from ..layout import Layout, ranges
+from ..tiles import edges
 from .base import DKV, KV, Hops, Promise, Schedule
 
 SPLIT = 8  # no share is larger than this part of a step's buffer
@@ -35,16 +36,21 @@ class _Shares(NamedTuple):
     number: np.ndarray  # within the owner
     low: np.ndarray  # first local token
     size: np.ndarray
+    stride: np.ndarray
     doc: np.ndarray
     first: np.ndarray  # first and last global token
     last: np.ndarray
 
 
 class _Needs(NamedTuple):
-    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see."""
+    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see.
+
+    Under a window for each piece of such queries, as far pieces leave a gap between what they see.
+    """
 
     doc: np.ndarray
     rank: np.ndarray
+    start: np.ndarray  # first query
     low: np.ndarray
     high: np.ndarray
 
@@ -112,16 +118,18 @@ class Sap(Schedule):
         doc, start, last = (
             np.concatenate([getattr(p, k) for p in pieces]) for k in ("doc", "start", "last")
         )
+        before, after = docs.window_size or (docs.total, 0 if docs.causal else docs.total)
         key, at = np.unique(doc * n + rank, return_inverse=True)
-        low = np.full(len(key), docs.total)
+        if docs.window_size:
+            order = np.argsort(at, kind="stable")
+            key, at = key[at[order]], np.argsort(order)
+        first = np.full(len(key), docs.total)
         high = np.zeros(len(key), dtype=np.int64)
-        np.minimum.at(low, at, start)
+        np.minimum.at(first, at, start)
         np.maximum.at(high, at, last + 1)
         begin, end = docs.cu_seqlens[key // n], docs.cu_seqlens[key // n + 1]
-        reach = docs.total if docs.window is None else docs.window - 1
-        low = np.maximum(begin, low - reach)
-        high = high if docs.causal else np.minimum(end, high + reach)
-        return _Needs(key // n, key % n, low, high)
+        low, high = np.maximum(begin, first - before), np.minimum(end, high + after)
+        return _Needs(key // n, key % n, first, low, high)
 
     @property
     def _layout(self) -> Layout:
@@ -168,9 +176,8 @@ class Sap(Schedule):
             at = np.searchsorted(p.offset, low, side="right") - 1
             first = p.start[at] + (low - p.offset[at]) * p.stride[at]
             last = first + (size - 1) * p.stride[at]
-            columns.append(
-                (np.full_like(low, rank), np.arange(len(low)), low, size, p.doc[at], first, last)
-            )
+            who, number = np.full_like(low, rank), np.arange(len(low))
+            columns.append((who, number, low, size, p.stride[at], p.doc[at], first, last))
         return _Shares(*(np.concatenate(c) for c in zip(*columns, strict=True)))
 
     @cached_property
@@ -181,7 +188,10 @@ class Sap(Schedule):
         who, share = ranges(low, high)
         seen = (needs.high[who] > shares.first[share]) & (needs.low[who] <= shares.last[share])
         seen &= (needs.rank[who] != shares.owner[share]) & (shares.size[share] > 0)
-        dst, share = needs.rank[who[seen]], share[seen]
+        who, share = who[seen], share[seen]
+        if self._layout.docs.window_size:
+            who, share = self._in_window(who, share, self._layout.docs.window_size)
+        dst = needs.rank[who]
         owner, size = shares.owner[share], shares.size[share]
         # the gate of a node: the rank that needs the share and is next after the owner's rail
         away = dst // m != owner // m
@@ -211,6 +221,17 @@ class Sap(Schedule):
         else:
             _, step = np.unique(step, return_inverse=True)  # steps without work are merged away
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
+
+    def _in_window(
+        self, who: np.ndarray, share: np.ndarray, window_size: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each rank once a share, and no stripes of which no two tokens come as close as the window."""
+        shares, needs = self._shares, self._needs
+        lead = shares.first[share] - needs.start[who]
+        least, most = edges(lead, shares.stride[share], window_size)
+        key = np.where(least <= most, share * self.ranks + needs.rank[who], -1)
+        found, at = np.unique(key, return_index=True)
+        return who[at[found >= 0]], share[at[found >= 0]]
 
     @cached_property
     def _returns(self) -> Hops:
