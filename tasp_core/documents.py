@@ -75,7 +75,7 @@ class Documents:
     def of(
         cls, lengths: Iterable[int], *, causal: bool = True, window: int | None = None
     ) -> Documents:
-        """Documents of the given lengths in tokens, in row order.
+        """Documents of the given lengths in tokens, in row order; a window of 1 sees the token itself.
 
         Raises:
             PlanError: a length is negative or not a whole number; a window below 1.

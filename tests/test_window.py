@@ -7,14 +7,17 @@ itself and shares nothing with the tiles that are run.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tasp_core as tasp
 from tasp_core import execute
+from tasp_core.cli import app
 from tasp_core.kernels import AtenCpu, Math, VarlenKernel, oracle
 from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
 from tests.test_exact import Case, failures, results_of
@@ -175,11 +178,10 @@ def test_kernels_without_the_window_are_refused():
 # --- what travels, and what is computed -----------------------------------------------------------
 
 
-def calls_of(p: tasp.Plan):
+def computes(p: tasp.Plan):
     for rank, backward in itertools.product(range(p.ranks), (False, True)):
-        for step in tasp.lower(p, rank, backward=backward).steps:
-            if step.compute:
-                yield step.compute.calls
+        steps = tasp.lower(p, rank, backward=backward).steps
+        yield from (step.compute for step in steps if step.compute)
 
 
 @pytest.mark.parametrize("layout", list(tasp.layouts()))
@@ -190,9 +192,10 @@ def test_two_calls_a_step_no_empty_row_and_nothing_hidden_is_computed(layout, ca
     for schedule, nodes in SCHEDULES:
         p = tasp.plan(docs, 4, schedule=schedule, layout=layout, machine=nodes and "mesh2x2")
         pairs = 0
-        for calls in calls_of(p):
-            assert len(calls) <= 2
-            for call in calls:
+        for compute in computes(p):
+            assert len(compute.calls) <= 2
+            assert compute.gather is None  # a sequence reads one piece: nothing has to be adjacent
+            for call in compute.calls:
                 q, k = call.sequences.q_n, call.sequences.k_n
                 assert q.min() > 0
                 assert k.min() > 0
@@ -251,3 +254,13 @@ def test_plans_keep_their_window():
     assert tasp.Plan.from_json(p.to_json()) == p
     assert p.fingerprint() != tasp.plan([300], 4).fingerprint()
     assert tasp.supports(docs, 4, schedule="sap")
+    assert not tasp.supports([300], 4, mask="chunked")
+
+
+def test_the_command_line_takes_a_window():
+    command = ["check", "--docs", "4096", "--window", "128", "--json"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0
+    assert json.loads(found.stdout)["pairs"] == tasp.Documents.of([4096], window=128).num_pairs
+    with pytest.raises(tasp.PlanError, match="window must be a whole number >= 1"):
+        CliRunner().invoke(app, ["plan", "--window", "0"], catch_exceptions=False)
