@@ -155,14 +155,15 @@ def _compute(
     if merged and not (follows | (used.doc[1:] != used.doc[:-1])).all():
         gather = ranges(used.offset, used.offset + used.count)[0]
     calls = []
-    for causal, seq, mirrored in ((True, tiles.causal, tiles.mirrored), (False, tiles.full, 0)):
+    for causal, parts in ((True, (tiles.causal, tiles.mirrored)), (False, (tiles.full,))):
+        seq = Sequences(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         if not len(seq.q_lo):
             continue
         if gather is None:
             at = np.searchsorted(border, seq.k_lo, side="right") - 1
             seq = seq._replace(k_lo=used.offset[at] + seq.k_lo - border[at])
         runs = _rounds(seq.q_lo, seq.q_n), _rounds(seq.k_lo, seq.k_n)
-        calls.append(Call(causal, seq, *runs, mirrored))
+        calls.append(Call(causal, seq, *runs, len(tiles.mirrored.q_lo) * causal))
     return Compute(buffer, low, count, gather, tuple(calls), grads)
 
 

@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
     used: np.ndarray  # indices of the key pieces that any query sees, in working order
     full: Sequences
     causal: Sequences
-    mirrored: int  # so many of the last causal ones: row i sees columns i.. instead of ..i
+    mirrored: Sequences  # squares in which row i sees columns i.. instead of ..i; under a window
 
 
 def take(pieces: Pieces, index: np.ndarray) -> Pieces:
@@ -143,11 +143,11 @@ def tile(queries: Pieces, keys: Pieces, docs: Documents) -> Tiles:
     columns[1] = (np.cumsum(seen) - 1)[columns[1]]
     if isinstance(pairs, Bands):
         return Tiles(used, *_cut(queries, take(keys, used), Bands(*columns)))
-    return Tiles(used, *_whole(queries, take(keys, used), Pairs(*columns)), 0)
+    return Tiles(used, *_whole(queries, take(keys, used), Pairs(*columns)))
 
 
-def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequences]:
-    """FULL and CAUSAL sequences without a window."""
+def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequences, Sequences]:
+    """FULL, CAUSAL and no MIRRORED sequences, without a window."""
     q, k, first, full = pairs[:4]
     border = np.concatenate([[0], np.cumsum(keys.count)])
     doc_first = border[np.searchsorted(keys.doc, keys.doc, side="left")]
@@ -165,11 +165,11 @@ def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequ
     square = Sequences(
         queries.offset[q[some]] + first[some], size[some], border[k[some]], size[some]
     )
-    return whole, square
+    return whole, square, Sequences(*np.zeros((4, 0), dtype=np.int64))
 
 
-def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequences, int]:
-    """FULL and CAUSAL sequences of bands, and how many of the latter are mirrored."""
+def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequences, Sequences]:
+    """FULL, CAUSAL and MIRRORED sequences of bands."""
     q, k, low, high = (column[bands.area > 0] for column in bands[:4])
     rows, columns, width = queries.count[q], keys.count[k], high - low + 1
     q_first, k_first = queries.offset[q], (np.cumsum(keys.count) - keys.count)[k]
@@ -187,7 +187,7 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
         some = (m > 0) & (n > 0)
         return np.stack([q_first[pair] + a, m, k_first[pair] + b, n])[:, some]
 
-    squares = (
+    causal = (
         part(every, begin, ahead, begin + high, ahead),
         part(pair, t, size, t + high[pair], size),
     )
@@ -202,8 +202,10 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
         part(every, one, np.where(both, 0, two - one), 0 * one, columns),
         part(every, two, behind, end + low, columns - end - low),
     )
-    causal = Sequences(*np.concatenate(squares + mirrored, axis=1))
-    return Sequences(*np.concatenate(full, axis=1)), causal, sum(x.shape[1] for x in mirrored)
+    whole, square, turned = (
+        Sequences(*np.concatenate(parts, axis=1)) for parts in (full, causal, mirrored)
+    )
+    return whole, square, turned
 
 
 def rounds(low: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -58,22 +58,19 @@ def expand(made, rank, keys, tiles):
         for i in range(count)
     ]
     pairs, rows = Counter(), {}
-    for name, square in (("full", False), ("causal", True)):
+    for name in ("full", "causal", "mirrored"):
         sequences = getattr(tiles, name)
         rows[name] = Counter()
-        mirrored = len(sequences.q_lo) - tiles.mirrored
-        for at, (q_lo, q_n, k_lo, k_n) in enumerate(zip(*sequences, strict=True)):
+        for q_lo, q_n, k_lo, k_n in zip(*sequences, strict=True):
             assert q_n > 0
             assert k_n > 0
             assert 0 <= q_lo <= q_lo + q_n <= len(queries)
             assert 0 <= k_lo <= k_lo + k_n <= len(row), "keys outside the working order"
-            assert not square or q_n == k_n
+            assert name == "full" or q_n == k_n
             rows[name].update(range(q_lo, q_lo + q_n))
             for i in range(q_n):
-                seen = range(k_n)
-                if square:
-                    seen = range(i, k_n) if at >= mirrored else range(i + 1)
-                for j in seen:
+                low, high = i * (name == "mirrored"), i + 1 if name == "causal" else k_n
+                for j in range(low, high):
                     pairs[int(queries[q_lo + i]), int(row[k_lo + j])] += 1
     return pairs, rows
 
@@ -101,7 +98,7 @@ def test_tiles_are_exactly_the_visible_pairs(meeting):
     if made.docs.window_size is None:
         assert not rows["full"] or max(rows["full"].values()) == 1
         assert made.docs.causal or not rows["causal"]
-        assert not tiles.mirrored
+        assert not rows["mirrored"]
     areas = pair_table(queries, take(keys, working_order(keys)), made.docs).area
     assert areas.sum() == len(expected)
 
