@@ -6,7 +6,7 @@
 
 A rank needs the keys of its documents up to its own last token. So long documents are cut from the
 tail down, and a tail, few tokens and much work, is filled up with short documents, the opposite.
-Exact sums, stable sorts: equal input, equal output. Not covered: sliding windows, 2^31 tokens.
+Exact sums, stable sorts: equal input, equal output. Not covered: windows (taken as none), 2^31 tokens.
 """
 
 from __future__ import annotations

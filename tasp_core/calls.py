@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .buffers import Runs, join_runs
+from .documents import Documents
 from .layout import Pieces, ranges
 from .program import Call, Compute
 from .tiles import Sequences, rounds, take, tile
@@ -47,9 +48,9 @@ def _joined(parts: Iterable[Sequences]) -> Sequences:
     return Sequences(*(np.concatenate(c) for c in zip(*parts, strict=True)))
 
 
-def compute(groups: list[Group], causal: bool) -> Compute | None:
+def compute(groups: list[Group], docs: Documents) -> Compute | None:
     """What a step computes; None where there is nothing to do."""
-    tiled = [(g, tile(g.queries, g.keys, causal)) for g in groups]
+    tiled = [(g, tile(g.queries, g.keys, docs)) for g in groups]
     tiled = [(g, t) for g, t in tiled if len(t.used)]
     if not tiled:
         return None
@@ -59,24 +60,26 @@ def compute(groups: list[Group], causal: bool) -> Compute | None:
     size = int(keys.count.sum())
     low, high = int(keys.offset.min()), int((keys.offset + keys.count).max())
     gather, work = None, keys.offset - low  # where each piece begins among the rows kernels read
-    if not all(map(_in_place, used)) or high - low > 2 * size:
+    merged = docs.window_size is None  # else every sequence reads one piece
+    if (merged and not all(map(_in_place, used))) or high - low > 2 * size:
         gather = ranges(keys.offset - low, keys.offset - low + keys.count)[0]
         work = np.cumsum(keys.count) - keys.count
-    parts: dict[bool, list[Sequences]] = {True: [], False: []}
+    parts: list[list[Sequences]] = [[], [], []]  # causal, mirrored, full
     at = 0
     for pieces, (_, t) in zip(used, tiled, strict=True):
         border = np.cumsum(pieces.count) - pieces.count  # first working row of each used piece
         first = work[at : at + len(border)]
         at += len(border)
-        for is_causal, seq in ((True, t.causal), (False, t.full)):
-            k_lo = first[np.searchsorted(border, seq.k_lo)]
-            parts[is_causal].append(seq._replace(k_lo=k_lo))
+        for kind, seq in zip(parts, (t.causal, t.mirrored, t.full), strict=True):
+            piece = np.searchsorted(border, seq.k_lo, side="right") - 1
+            kind.append(seq._replace(k_lo=first[piece] + seq.k_lo - border[piece]))
     calls = []
-    for is_causal, sequences in parts.items():
+    mirrored = sum(len(seq.q_lo) for seq in parts[1])
+    for causal, sequences in ((True, parts[0] + parts[1]), (False, parts[2])):
         seq = _joined(sequences)
         if len(seq.q_lo):
             q_runs, k_runs = _end_to_end(seq.q_lo, seq.q_n), _end_to_end(seq.k_lo, seq.k_n)
-            calls.append(Call(is_causal, seq, q_runs, k_runs))
+            calls.append(Call(causal, seq, q_runs, k_runs, mirrored * causal))
     _, once = np.unique(work, return_index=True)  # read in place, groups share rows
     grads = _in_rounds(work[once], grad[once], keys.count[once])
     return Compute(low, high - low, gather, tuple(calls), grads)

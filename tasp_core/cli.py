@@ -47,6 +47,9 @@ Heads = Annotated[int, typer.Option(help="Query heads.")]
 KvHeads = Annotated[int, typer.Option(help="Key/value heads.")]
 HeadDim = Annotated[int, typer.Option(help="Head dim of q, k and v.")]
 Full = Annotated[bool, typer.Option("--full", help="Full mask instead of causal.")]
+Window = Annotated[
+    int | None, typer.Option(help="Sliding window in tokens, a token's own one too.")
+]
 
 
 def lengths(text: str) -> list[int]:
@@ -71,9 +74,9 @@ def _options(text: str) -> dict[str, Any]:
 
 def _plan(
     docs: str, ranks: int, schedule: str, layout: str, machine: str | None, options: str, full: bool,
-    intra: int,
+    window: int | None, intra: int,
 ) -> Plan:  # fmt: skip
-    row = Documents.of(lengths(docs), causal=not full)
+    row = Documents.of(lengths(docs), causal=not full, window=window)
     return make_plan(
         row, ranks, schedule=schedule, layout=layout, machine=machine, intra=intra,
         schedule_options=_options(options),
@@ -120,6 +123,7 @@ def plan_command(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
+    window: Window = None,
     intra: Intra = 1,
     heads: Heads = 8,
     kv_heads: KvHeads = 2,
@@ -129,7 +133,7 @@ def plan_command(
     json_: Json = False,
 ) -> None:
     """Print a plan: its table of hops and what it costs each rank, or with --json the plan itself."""
-    p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
+    p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
     if json_:
         sys.stdout.write(p.to_json() + "\n")
         return
@@ -149,6 +153,7 @@ def check(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
+    window: Window = None,
     intra: Intra = 1,
     file: Annotated[
         Path | None, typer.Option(help="A plan's JSON file instead of options.")
@@ -161,7 +166,7 @@ def check(
             raise PlanError(f"no plan file {str(file)!r}; write one with: plan --json > FILE")
         p = Plan.from_json(file.read_text())
     else:
-        p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
+        p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
     try:
         report = prove(p)
     except PlanError as error:
@@ -185,6 +190,7 @@ def run(
     machine: MachineName = None,
     options: Options = "",
     full: Full = False,
+    window: Window = None,
     intra: Intra = 1,
     heads: Heads = 8,
     kv_heads: KvHeads = 2,
@@ -201,7 +207,7 @@ def run(
     kind = getattr(torch, dtype, None)
     if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise PlanError(f"dtype {dtype!r} is not one of float32, bfloat16, float16, float64")
-    p = _plan(docs, ranks, schedule, layout, machine, options, full, intra)
+    p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
     inputs = Inputs.random(p.docs.total, heads, kv_heads, head_dim, dtype=kind)
     errors, seconds = verify(p, inputs, kernel=kernel)
     sent = sent_bytes(p, heads, kv_heads, head_dim, kind)

@@ -57,17 +57,17 @@ class _Counter:
 
     def at_home(self, rank: int, work: np.ndarray, given: np.ndarray) -> Lost | None:
         """Count pairs of the rank's own queries, but for those given away."""
-        plan, causal = self.plan, self.plan.docs.causal
+        plan, docs = self.plan, self.plan.docs
         if len(given):
             mine = np.flatnonzero(self.owner == rank)
             queries, keys = take(self.pieces, mine), np.arange(len(self.unit))
         else:  # whole runs of own tokens: fewer pairs
             queries = plan.layout.pieces(rank)
             own = take(queries, working_order(queries))
-            work[0] += pair_table(queries, own, causal).area.sum()
+            work[0] += pair_table(queries, own, docs).area.sum()
             keys = np.flatnonzero(self.owner != rank)
         keys = keys[working_order(take(self.pieces, keys))]
-        pairs = pair_table(queries, take(self.pieces, keys), causal)
+        pairs = pair_table(queries, take(self.pieces, keys), docs)
         k, seen = keys[pairs.k], pairs.area > 0
         if len(given):
             seen &= ~np.isin(self.pair(self.unit[mine[pairs.q]], self.unit[k]), given)
@@ -86,7 +86,7 @@ class _Counter:
         keys = np.flatnonzero(np.isin(self.unit, away.k_unit))
         keys = keys[working_order(take(self.pieces, keys))]
         sides = take(self.pieces, queries), take(self.pieces, keys)
-        pairs = pair_table(*sides, self.plan.docs.causal)
+        pairs = pair_table(*sides, self.plan.docs)
         found = self.pair(self.unit[queries[pairs.q]], self.unit[keys[pairs.k]])
         order = np.argsort(given)
         at = order[np.minimum(np.searchsorted(given[order], found), len(given) - 1)]

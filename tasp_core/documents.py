@@ -4,13 +4,15 @@ A token attends to tokens of its own document only. Documents may be empty or on
 Everything else in the package asks this class where a document begins, which tokens a piece of
 the row shares with it, and how many (query, key) pairs are visible.
 
-Not covered: masks other than causal, full and (declared, not yet compiled) sliding windows.
+A sliding window counts the token itself: causal, token i sees i - window + 1 .. i; full, all closer
+than `window` on either side. Not covered: other masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,7 @@ class Documents:
     def of(
         cls, lengths: Iterable[int], *, causal: bool = True, window: int | None = None
     ) -> Documents:
-        """Documents of the given lengths in tokens, in row order.
+        """Documents of the given lengths in tokens, in row order; a window of 1 sees the token itself.
 
         Raises:
             PlanError: a length is negative or not a whole number; a window below 1.
@@ -131,6 +133,17 @@ class Documents:
             return int((length * length - (length - w) * (length - w + 1)).sum())
         w = length if self.window is None else np.minimum(length, self.window)
         return int((w * (w + 1) // 2 + (length - w) * w).sum())
+
+    @cached_property
+    def window_size(self) -> tuple[int, int] | None:
+        """Tokens seen (before, after) one, flash-attn's `window_size`; None: the window hides nothing.
+
+        >>> Documents.of([300], window=128).window_size
+        (127, 0)
+        """
+        if self.window is None or self.window >= self.lengths.max(initial=0):
+            return None
+        return self.window - 1, 0 if self.causal else self.window - 1
 
     def document_of(self, tokens: np.ndarray) -> np.ndarray:
         """Index of the document that holds each global token id."""

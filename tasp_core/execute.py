@@ -142,7 +142,7 @@ def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
             part, part_lse = ctx.kernel.forward(q, keys.k, keys.v, call, ctx.scale)
             for runs in call.q_runs:
                 for src, dst in _views(runs, q.device):
-                    if untouched and part.shape == out.shape and len(runs.src) == 1:
+                    if untouched and runs.count.tolist() == [len(part)] == [len(out)]:
                         out, lse = part.to(out.dtype), part_lse.to(lse.dtype)
                     else:
                         _merge_rows(out, lse, dst, part[src], part_lse[src])

@@ -6,8 +6,8 @@
 
 q_THD, k_TKD, v_TKE, out_THE, lse_TH (T tokens, H heads, K kv heads, D, E head dims); cu_*: int32.
 backward takes the FINAL out and lse of each row, so gradients of disjoint keys add up exactly.
-Causal sequences are square: which corner a kernel aligns its mask to does not matter.
-Not covered: padding of head dims, windows, dropout, empty sequences, CPU tensors.
+Causal sequences are square: which corner a kernel aligns its mask to does not matter. Windows come
+as squares too (tiles.py). Not covered: padding of head dims, dropout, empty sequences, CPU tensors.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     aten    torch's own flash kernels: CPU (all float dtypes), CUDA and ROCm (fp16, bf16)
     flash   flash-attn 2, 3 or 4 where installed (fp16, bf16)
 
-A call is a set of sequences (lower.Call): query rows against key rows, all FULL or all square CAUSAL.
+A call is a set of sequences (lower.Call): query rows against key rows, all FULL or all square CAUSAL,
+some of the latter mirrored. So a kernel needs no window, and how it would align one does not matter.
 Backward takes the row's FINAL out and lse, so that each call's dq, dk, dv are exact partial sums.
 Shapes: q [t, H, D], k [s, K, D], v [s, K, E], out [t, H, E], lse [t, H]; K divides H.
 """
@@ -26,7 +27,7 @@ from .documents import Documents
 from .errors import PlanError
 from .program import Call
 from .tiles import Sequences
-from .views import Picker, batches, each, end_to_end
+from .views import Picker, batches, each
 
 Triple = tuple[Tensor, Tensor, Tensor]
 HALF = (torch.float16, torch.bfloat16)
@@ -60,22 +61,34 @@ class Kernel(ABC):
 
 
 class Math(Kernel):
-    """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time."""
+    """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time.
+
+    With a `window`, sequences are whole documents, of which a row sees so many tokens only.
+    """
 
     name = "math"
     rows = 512
 
-    def _chunks(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[Any]:
-        """(first, last, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def _chunks(
+        self, q: Tensor, k: Tensor, causal: bool, mirrored: bool, scale: float
+    ) -> Iterator[Any]:
+        """(rows, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+        # row i sees keys i + least .. i + most
+        most = 0 if causal and not mirrored else len(k)
+        least = 0 if mirrored else -len(q)
+        if self.window is not None:
+            least, most = max(least, 1 - self.window), min(most, self.window - 1)
         for low in range(0, len(q), self.rows):
             high = min(low + self.rows, len(q))
-            keys = high if causal else len(k)
-            scores = torch.einsum("qkgd,skd->kgqs", q[low:high], k[:keys]) * scale
-            if causal:
-                row = torch.arange(low, high, device=q.device)[:, None]
-                hidden = torch.arange(keys, device=q.device)[None, :] > row
-                scores.masked_fill_(hidden, -torch.inf)
-            yield low, high, keys, scores
+            keys = slice(max(0, low + least), min(len(k), high + most))
+            scores = torch.einsum("qkgd,skd->kgqs", q[low:high], k[keys]) * scale
+            row = torch.arange(low, high, device=q.device)[:, None]
+            ahead = torch.arange(keys.start, keys.stop, device=q.device) - row
+            hidden = (ahead < least) | (ahead > most)
+            yield slice(low, high), keys, scores.masked_fill_(hidden, -torch.inf)
 
     @staticmethod
     def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -85,13 +98,13 @@ class Math(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for a, m, b, n in each(call.sequences):
+        for a, m, b, n, mirrored in each(call):
             qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
             grouped = qs.unflatten(1, (ks.shape[1], -1))
-            for _, _, keys, scores in self._chunks(grouped, ks, call.causal, scale):
+            for _, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
                 lse = torch.logsumexp(scores, -1)
                 p = torch.exp(scores - lse[..., None])
-                out = torch.einsum("kgqs,ske->qkge", p, vs[:keys])
+                out = torch.einsum("kgqs,ske->qkge", p, vs[keys])
                 outs.append(out.flatten(1, 2))
                 lses.append(lse.permute(2, 0, 1).flatten(1, 2))
         return torch.cat(outs), torch.cat(lses)
@@ -101,7 +114,7 @@ class Math(Kernel):
         scale: float,
     ) -> Triple:  # fmt: skip
         grads = []
-        for a, m, b, n in each(call.sequences):
+        for a, m, b, n, mirrored in each(call):
             do, qs, ks, vs, os = self._wide(
                 *(x[a : a + m] for x in (dout, q)),
                 *(x[b : b + n] for x in (k, v)),
@@ -112,13 +125,13 @@ class Math(Kernel):
             row_lse = lse[a : a + m].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)
             delta = (do * os).sum(-1).permute(1, 2, 0)
             dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
-            for low, high, keys, scores in self._chunks(grouped, ks, call.causal, scale):
-                p = torch.exp(scores - row_lse[:, :, low:high, None])
-                dv[:keys] += torch.einsum("kgqs,qkge->ske", p, do[low:high])
-                dp = torch.einsum("qkge,ske->kgqs", do[low:high], vs[:keys])
-                ds = p * (dp - delta[:, :, low:high, None]) * scale
-                dq[low:high] = torch.einsum("kgqs,skd->qkgd", ds, ks[:keys])
-                dk[:keys] += torch.einsum("kgqs,qkgd->skd", ds, grouped[low:high])
+            for rows, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
+                p = torch.exp(scores - row_lse[:, :, rows, None])
+                dv[keys] += torch.einsum("kgqs,qkge->ske", p, do[rows])
+                dp = torch.einsum("qkge,ske->kgqs", do[rows], vs[keys])
+                ds = p * (dp - delta[:, :, rows, None]) * scale
+                dq[rows] = torch.einsum("kgqs,skd->qkgd", ds, ks[keys])
+                dk[keys] += torch.einsum("kgqs,qkgd->skd", ds, grouped[rows])
             grads.append((dq.flatten(1, 2), dk, dv))
         return _cat(grads)
 
@@ -135,10 +148,10 @@ class AtenCpu(Kernel):
         value_dim = v.shape[-1]
         q, k, v = _equal_dims(q, k, v)
         outs, lses = [], []
-        for rows, keys in batches(call.sequences):
+        for rows, keys, back in batches(call):
             out, lse = op(rows(q), keys(k), keys(v), 0.0, call.causal, scale=scale)
-            outs.append(end_to_end(out)[..., :value_dim])
-            lses.append(end_to_end(lse[..., None])[..., 0])
+            outs.append(back(out)[..., :value_dim])
+            lses.append(back(lse[..., None])[..., 0])
         return _cat1(outs), _cat1(lses)
 
     def backward(
@@ -149,14 +162,14 @@ class AtenCpu(Kernel):
         key_dim, value_dim = q.shape[-1], v.shape[-1]
         q, k, v, dout, out = _equal_dims(q, k, v, dout, out)
         grads = []
-        for rows, keys in batches(call.sequences):
+        for rows, keys, back in batches(call):
             row_lse = rows(lse[..., None])[..., 0]
             dq, dk, dv = op(
                 rows(dout), rows(q), keys(k), keys(v), rows(out), row_lse, 0.0, call.causal,
                 scale=scale,
             )  # fmt: skip
-            dq, dk = (end_to_end(x)[..., :key_dim] for x in (dq, dk))
-            grads.append((dq, dk, end_to_end(dv)[..., :value_dim]))
+            dq, dk = (back(x)[..., :key_dim] for x in (dq, dk))
+            grads.append((dq, dk, back(dv)[..., :value_dim]))
         return _cat(grads)
 
 
@@ -171,23 +184,24 @@ class VarlenKernel(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
-        value_dim, pick = v.shape[-1], Picker.of(call.sequences, q.device)
+        value_dim, pick = v.shape[-1], Picker.of(call, q.device)
         q, k, v = _equal_dims(q, k, v, multiple=self.varlen.head_dim_multiple)
         q, k, v = pick.q(q), pick.k(k), pick.k(v)
         out, lse = self.varlen.forward(q, k, v, *pick.sizes, call.causal, scale)
-        return out[..., :value_dim], lse
+        return pick.back_q(out)[..., :value_dim], pick.back_q(lse)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
         scale: float,
     ) -> Triple:  # fmt: skip
         key_dim, value_dim = q.shape[-1], v.shape[-1]
-        pick = Picker.of(call.sequences, q.device)
+        pick = Picker.of(call, q.device)
         q, k, v, dout, out = _equal_dims(q, k, v, dout, out, multiple=self.varlen.head_dim_multiple)
         dq, dk, dv = self.varlen.backward(
             *(pick.q(x) for x in (dout, q)), *(pick.k(x) for x in (k, v)),
             *(pick.q(x) for x in (out, lse)), *pick.sizes, call.causal, scale,
         )  # fmt: skip
+        dq, dk, dv = pick.back_q(dq), pick.back_k(dk), pick.back_k(dv)
         return dq[..., :key_dim], dk[..., :key_dim], dv[..., :value_dim]
 
 
@@ -255,14 +269,20 @@ def oracle(
     Args:
         q, k, v: [T, H, D], [T, K, D], [T, K, E] in row order.
         dout: [T, H, E]; with it the gradients dq, dk, dv are returned too.
-        kernel: another kernel to run, in the inputs' dtype ("the plain kernel").
+        kernel: another kernel to run, in the inputs' dtype ("the plain kernel"); for documents with
+            a window Math(window), the only one that takes it.
 
     Returns:
         {"out", "lse"} and, with dout, {"dq", "dk", "dv"}.
+
+    Raises:
+        PlanError: a kernel without the documents' window.
     """
     if kernel is None:
-        kernel, (q, k, v) = Math(), (x.double() for x in (q, k, v))
+        kernel, (q, k, v) = Math(docs.window), (x.double() for x in (q, k, v))
         dout = None if dout is None else dout.double()
+    if getattr(kernel, "window", None) != docs.window:
+        raise PlanError(f"kernel {kernel.name!r} takes no window={docs.window}; use Math(window)")
     some = docs.lengths > 0
     low, count = docs.cu_seqlens[:-1][some], docs.lengths[some]
     call = Call(docs.causal, Sequences(low, count, low, count), (), ())
@@ -271,8 +291,9 @@ def oracle(
         empty = {"out": q.new_zeros(0, q.shape[1], v.shape[2]), "lse": q.new_zeros(q.shape[:2])}
         return empty if dout is None else {**empty, "dq": q, "dk": k, "dv": v}
     out, lse = kernel.forward(q, k, v, call, scale)
+    out = out.to(q.dtype)
     result = {"out": out, "lse": lse}
     if dout is not None:
         grads = kernel.backward(dout, q, k, v, out, lse, call, scale)
-        result |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        result |= {n: g.to(q.dtype) for n, g in zip(("dq", "dk", "dv"), grads, strict=True)}
     return result

@@ -227,7 +227,7 @@ class _Lowering:
         fresh, born = self.fresh.during(t - 1), self.arrivals.during(t - 1)
         new = _spans(self.q.of(fresh.unit), fresh.count)
         clear = _spans(self.acc.of(born.unit), born.count) if self.backward else NOTHING
-        work = compute(list(self._groups(t)), self.plan.docs.causal)
+        work = compute(list(self._groups(t)), self.plan.docs)
         return Step(sends, recvs, work, new, clear, add, merge)
 
     def program(self) -> Program:

@@ -26,7 +26,7 @@ import numpy as np
 from .documents import Documents
 from .errors import PlanError, whole
 from .layout import Layout
-from .recipe import between_groups, read_schedule, recipe, refuse_window, resolve_machine
+from .recipe import between_groups, read_schedule, recipe, resolve_machine
 from .schedules import KINDS, Hops, Promise, Schedule, Table, build
 from .topology import Machine
 from .units import Units, cut_units
@@ -161,7 +161,6 @@ class Plan:
             if not isinstance(data["documents"]["causal"], bool):
                 raise PlanError("documents.causal must be true or false")
             docs = Documents(**data["documents"])
-            refuse_window(docs)
             machine = resolve_machine(Machine(**data["machine"]), data["ranks"])
             layout = Layout(data["layout"], docs, data["ranks"])
             schedule = read_schedule(data, machine, layout)
@@ -184,9 +183,10 @@ class Plan:
         """One line: what the plan is."""
         docs, shares = self.docs, self.schedule.num_shares
         steps = self.schedule.num_steps()
+        window = "" if docs.window is None else f" in a window of {docs.window}"
         return (
             f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
-            f"in {len(docs.lengths)} documents, {'causal' if docs.causal else 'full'}; "
+            f"in {len(docs.lengths)} documents, {'causal' if docs.causal else 'full'}{window}; "
             f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
         )
 
@@ -254,7 +254,6 @@ def plan(
     ranks = whole(ranks, "ranks", 1, PlanError)
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
-    refuse_window(docs)
     intra = whole(intra, "intra", 1, PlanError)
     found = between_groups(resolve_machine(machine, ranks), intra)
     placed = Layout(layout, docs, found.ranks)

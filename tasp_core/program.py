@@ -48,6 +48,7 @@ class Call(NamedTuple):
     sequences: Sequences
     q_runs: tuple[Runs, ...]  # output rows -> query rows, one entry a round
     k_runs: tuple[Runs, ...]  # key gradient rows -> key rows
+    mirrored: int = 0  # so many of the last sequences of a causal call, see tiles.py
 
 
 class Compute(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .documents import Documents
 from .errors import PlanError, whole
 from .layout import Layout
 from .schedules import Promise, Schedule, Table, build
@@ -53,15 +52,6 @@ def read_schedule(data: dict[str, Any], machine: Machine, layout: Layout) -> Sch
     if schedule.node_size != data["node_size"]:
         raise PlanError(f"node_size is {data['node_size']}, the machine's is {schedule.node_size}")
     return schedule
-
-
-def refuse_window(docs: Documents) -> None:
-    """Raise PlanError for a sliding window."""
-    if docs.window is not None:
-        raise PlanError(
-            f"a sliding window (window={docs.window}) is not compiled by any schedule yet; "
-            "use window=None"
-        )
 
 
 def resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:

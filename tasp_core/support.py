@@ -36,11 +36,11 @@ def supports(
         heads, kv_heads: query heads and key/value heads.
 
     >>> supports([8], 4, mask="prefix_lm").reason
-    "mask 'prefix_lm' is not supported; causal and full are (Documents.of(..., causal=...))"
+    "mask 'prefix_lm' is not supported; causal and full are, in a window too (Documents.of)"
     """
     if mask not in (None, "causal", "full"):
         reason = (
-            f"mask {mask!r} is not supported; causal and full are (Documents.of(..., causal=...))"
+            f"mask {mask!r} is not supported; causal and full are, in a window too (Documents.of)"
         )
         return Support(False, reason)
     shared = heads if kv_heads is None else kv_heads

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .layout import ranges
-from .tiles import Sequences
+from .program import Call
 
 Made = TypeVar("Made")
 _MADE: dict[tuple[int, str, torch.device], Any] = {}
@@ -31,10 +31,17 @@ def once(array: np.ndarray, kind: str, device: torch.device, make: Callable[[], 
 
 
 class Picker:
-    """Query and key rows of a call, end to end, and their cumulative lengths on the device."""
+    """Query and key rows of a call, end to end, and their cumulative lengths on the device.
 
-    def __init__(self, seq: Sequences, device: torch.device) -> None:
-        self.rows = [row_index(seq.q_lo, seq.q_n, device), row_index(seq.k_lo, seq.k_n, device)]
+    Rows of mirrored sequences are picked backwards, and their results put back in order.
+    """
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        seq, n = call.sequences, call.mirrored
+        sides = ((seq.q_lo, seq.q_n), (seq.k_lo, seq.k_n))
+        self.rows = [row_index(low, count, device, n) for low, count in sides]
+        ends = [(np.cumsum(count) - count, count) for _, count in sides]
+        self.back = [row_index(low, count, device, n) for low, count in ends]
         cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (seq.q_n, seq.k_n)]
         self.sizes = (
             *(torch.from_numpy(c).to(device) for c in cu),
@@ -43,9 +50,9 @@ class Picker:
         )
 
     @classmethod
-    def of(cls, seq: Sequences, device: torch.device) -> Picker:
-        """The picker of these sequences, made once a device."""
-        return once(seq.q_lo, "picker", device, lambda: cls(seq, device))
+    def of(cls, call: Call, device: torch.device) -> Picker:
+        """The picker of this call's sequences, made once a device."""
+        return once(call.sequences.q_lo, "picker", device, lambda: cls(call, device))
 
     def q(self, x: Tensor) -> Tensor:
         return x[self.rows[0]]
@@ -53,32 +60,60 @@ class Picker:
     def k(self, x: Tensor) -> Tensor:
         return x[self.rows[1]]
 
+    def back_q(self, x: Tensor) -> Tensor:
+        return x[self.back[0]]
 
-def row_index(low: np.ndarray, count: np.ndarray, device: torch.device) -> slice | Tensor:
-    if (low[1:] == low[:-1] + count[:-1]).all():
+    def back_k(self, x: Tensor) -> Tensor:
+        return x[self.back[1]]
+
+
+def row_index(
+    low: np.ndarray, count: np.ndarray, device: torch.device, backwards: int = 0
+) -> slice | Tensor:
+    """Rows of ranges end to end, the last `backwards` ranges from their end to their beginning."""
+    if not backwards and (low[1:] == low[:-1] + count[:-1]).all():
         return slice(int(low[0]), int(low[-1] + count[-1]))
-    return torch.from_numpy(ranges(low, low + count)[0]).to(device)
+    row, owner = ranges(low, low + count)
+    turned = (2 * low + count - 1)[owner] - row
+    row = np.where(owner < len(low) - backwards, row, turned)
+    return torch.from_numpy(row).to(device)
 
 
-def each(seq: Sequences) -> Iterator[tuple[int, int, int, int]]:
-    return zip(*(c.tolist() for c in (seq.q_lo, seq.q_n, seq.k_lo, seq.k_n)), strict=True)
+def each(call: Call) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(first query row, rows, first key row, rows, mirrored) of each sequence."""
+    mirrored = np.arange(len(call.sequences.q_lo)) >= len(call.sequences.q_lo) - call.mirrored
+    return zip(*(c.tolist() for c in (*call.sequences, mirrored)), strict=True)
 
 
-def batches(seq: Sequences) -> Iterator[tuple[Any, Any]]:
-    """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances."""
-    total, i = len(seq.q_lo), 0
+def batches(call: Call) -> Iterator[tuple[Any, Any, Any]]:
+    """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances.
+
+    The third function brings results [B, H, L, D] of either back to rows end to end; mirrored
+    sequences are copies that run backwards.
+    """
+    seq, i = call.sequences, 0
+    total = len(seq.q_lo)
+    upright = total - call.mirrored
     step = [np.diff(seq.q_lo), np.diff(seq.k_lo)]
     same = (np.diff(seq.q_n) == 0) & (np.diff(seq.k_n) == 0) & (step[0] >= 0) & (step[1] >= 0)
+    same &= np.arange(1, total) != upright
     while i < total:
         j = i
         while j + 1 < total and same[j] and step[0][j] == step[0][i] and step[1][j] == step[1][i]:
             j += 1
         gap = (int(step[0][i]), int(step[1][i])) if j > i else (0, 0)
-        yield (
-            _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1),
-            _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1),
-        )
+        rows = _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1)
+        keys = _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1)
+        yield (rows, keys, end_to_end) if i < upright else _mirrored(rows, keys)
         i = j + 1
+
+
+def _mirrored(rows: Any, keys: Any) -> tuple[Any, Any, Any]:
+    return (
+        lambda x: rows(x).flip(2),
+        lambda x: keys(x).flip(2),
+        lambda x: end_to_end(x.flip(2)),
+    )
 
 
 def _view(low: int, count: int, gap: int, batch: int) -> Any:

@@ -57,11 +57,13 @@ class Machine:
     def meet(self, call: Call, keys: np.ndarray) -> np.ndarray:
         """Count a call's pairs into the queries' results; its key rows' counts end to end."""
         parts, grads, total = [], [], self.grad.shape[1]
-        for a, m, b, n in zip(*(c.tolist() for c in call.sequences), strict=True):
+        last = len(call.sequences.q_lo) - call.mirrored
+        for i, (a, m, b, n) in enumerate(zip(*(c.tolist() for c in call.sequences), strict=True)):
             ids, asking = keys[b : b + n], self.buffers["q"][a : a + m]
             assert (len(ids), len(asking)) == (n, m)
             assert min(ids.min(), asking.min()) >= 0, "a kernel reads rows in flight"
             pairs = np.tri(m, n, dtype=int) if call.causal else np.ones((m, n), dtype=int)
+            pairs = pairs[::-1, ::-1] if i >= last else pairs
             part, grad = (np.zeros((x, total), dtype=int) for x in (m, n))
             np.add.at(part.T, ids, pairs.T)
             np.add.at(grad.T, asking, pairs)
@@ -132,7 +134,9 @@ def interpret(p: Plan, *, backward: bool) -> list[Machine]:
 def assert_right(p: Plan) -> None:
     """Every query meets exactly its visible keys, once; every key's gradient comes home whole."""
     doc = p.docs.document_of(ids := np.arange(p.docs.total))
-    visible = (doc[:, None] == doc[None, :]) & ((ids[:, None] >= ids) | (not p.docs.causal))
+    ahead = ids - ids[:, None]
+    visible = (doc[:, None] == doc[None, :]) & ((ahead <= 0) | (not p.docs.causal))
+    visible &= abs(ahead) < (p.docs.window or p.docs.total + 1)
     for backward in (False, True):
         for r in interpret(p, backward=backward):
             own = len(r.tokens)

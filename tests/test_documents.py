@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasp_core import Documents, PlanError, plan, schedules
+from tasp_core import Documents, PlanError
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 LENGTHS = st.lists(st.integers(0, 12), max_size=6)
@@ -163,8 +163,17 @@ def test_repr_says_what_rebuilds_it():
     assert "12 documents" in repr(Documents.of([1] * 12))
 
 
-@pytest.mark.parametrize("window", [1, 128])
-@pytest.mark.parametrize("schedule", sorted(schedules()))
-def test_a_window_is_never_computed_as_something_else(schedule, window):
-    with pytest.raises(PlanError, match=rf"window={window}.*not compiled"):
-        plan(Documents.of([512], window=window), 8, schedule=schedule, machine="mesh4x2")
+@pytest.mark.parametrize(
+    ("causal", "window", "size"),
+    [
+        (True, 1, (0, 0)),
+        (True, 65, (64, 0)),
+        (False, 65, (64, 64)),
+        (True, 299, (298, 0)),
+        (True, 300, None),
+        (False, 301, None),
+        (False, None, None),
+    ],
+)
+def test_window_size_is_flash_attns_or_none_where_nothing_is_hidden(causal, window, size):
+    assert Documents.of([300, 0, 7], causal=causal, window=window).window_size == size

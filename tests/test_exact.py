@@ -1,8 +1,9 @@
 """Exactness on real ranks: schedule x layout x mask x P x documents x heads against float64.
 
-A sampled matrix here; all of it with `pytest -m full`. A case passes when out, lse, dq, dk and dv
-are within twice the plain single-device kernel's own error against float64, or within 8 roundings
-of the largest value where documents are so short that the kernel's own error is a few roundings.
+A sampled matrix here, all of it with `pytest -m full`; windows in test_window.py. A case passes when
+out, lse, dq, dk and dv are within twice the plain single-device kernel's own error against float64,
+or within 8 roundings of the largest value where documents are so short that the kernel's own error
+is a few roundings.
 The largest error of a short row is a matter of luck, so the kernel's own is the worst of four rows.
 """
 
@@ -35,11 +36,15 @@ class Case(NamedTuple):
     causal: bool
     documents: tuple[int, ...]
     heads: tuple[int, int]
+    window: int | None = None
+
+    @property
+    def docs(self) -> tasp.Documents:
+        return tasp.Documents.of(self.documents, causal=self.causal, window=self.window)
 
     def plan(self) -> tasp.Plan:
-        docs = tasp.Documents.of(self.documents, causal=self.causal)
         return tasp.plan(
-            docs, self.ranks, schedule=self.schedule, layout=self.layout, machine=self.machine
+            self.docs, self.ranks, schedule=self.schedule, layout=self.layout, machine=self.machine
         )
 
 
@@ -59,9 +64,8 @@ def matrix(ranks: int) -> list[Case]:
 
 
 @cache
-def prepared(documents: tuple[int, ...], causal: bool, heads: tuple[int, int]):
-    docs = tasp.Documents.of(documents, causal=causal)
-    seeds = [sum(documents) + heads[0] + 1000 * i for i in range(4 if docs.total < 500 else 1)]
+def prepared(docs: tasp.Documents, heads: tuple[int, int]):
+    seeds = [docs.total + heads[0] + 1000 * i for i in range(4 if docs.total < 500 else 1)]
     rows = [Inputs.random(docs.total, *heads, HEAD_DIM, seed=s) for s in seeds]
     judges = [Judge(inputs, docs) for inputs in rows]
     limits = {n: max(judge.limits[n] for judge in judges) for n in NAMES}
@@ -72,7 +76,7 @@ def local_errors(rank, group, cases):
     """This rank's largest error of each result of each case."""
     found = []
     for case in cases:
-        inputs, judge, _ = prepared(case.documents, case.causal, case.heads)
+        inputs, judge, _ = prepared(case.docs, case.heads)
         p = case.plan()
         results, _ = run_rank(rank, group if case.ranks > 1 else None, p, inputs)
         row = []
@@ -85,12 +89,12 @@ def local_errors(rank, group, cases):
 
 def failures(cases: list[Case]) -> list[str]:
     for case in cases:  # before the fork, so that ranks share them
-        prepared(case.documents, case.causal, case.heads)
+        prepared(case.docs, case.heads)
     by_rank = tasp.launch(local_errors, cases[0].ranks, cases, timeout_s=280)
     bad = []
     for i, case in enumerate(cases):
         worst = dict(zip(NAMES, np.max([r[i] for r in by_rank], axis=0), strict=True))  # keeps NaN
-        _, _, limits = prepared(case.documents, case.causal, case.heads)
+        _, _, limits = prepared(case.docs, case.heads)
         bad += [
             f"{case}: {n} {worst[n]:.2e} > {limits[n]:.2e}"
             for n in NAMES
@@ -102,6 +106,7 @@ def failures(cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sampled_matrix(ranks):
     cases = random.Random(ranks).sample(matrix(ranks), 24)
+    cases += [c._replace(window=w) for c, w in zip(cases, (2, 33, 100), strict=False)]
     assert failures(cases) == []
 
 
@@ -115,7 +120,7 @@ def test_full_matrix(ranks, part):
 
 
 def test_the_judge_rejects_a_wrong_result():
-    inputs, judge, _ = prepared((300,), True, (4, 4))
+    inputs, judge, _ = prepared(tasp.Documents.of([300]), (4, 4))
     p = tasp.plan([300], 1)
     pieces, _ = run_rank(0, None, p, inputs)
     assert judge.errors([pieces], p).ok

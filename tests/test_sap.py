@@ -25,7 +25,10 @@ def needed(p: tasp.Plan) -> list[set[int]]:
         for token in mine.tolist():
             d = int(docs.document_of(np.array(token)))
             begin, end = docs.cu_seqlens[d], docs.cu_seqlens[d + 1]
-            seen |= set(range(begin, token + 1 if docs.causal else end))
+            low, high = begin, token + 1 if docs.causal else end
+            if docs.window is not None:
+                low, high = max(low, token - docs.window + 1), min(high, token + docs.window)
+            seen |= set(range(low, high))
         result.append(seen - set(mine.tolist()))
     return result
 
@@ -40,16 +43,17 @@ def arriving(p: tasp.Plan) -> list[list[int]]:
     return result
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     LENGTHS,
     st.integers(1, 8),
     st.sampled_from(sorted(tasp.layouts())),
     st.booleans(),
     st.booleans(),
+    st.none() | st.integers(1, 40),
 )
-def test_exactly_what_is_needed_travels_once(lengths, ranks, layout, causal, nodes):
-    docs = tasp.Documents.of(lengths, causal=causal)
+def test_exactly_what_is_needed_travels_once(lengths, ranks, layout, causal, nodes, window):
+    docs = tasp.Documents.of(lengths, causal=causal, window=window)
     machine = f"mesh{ranks // 2}x2" if nodes and ranks % 2 == 0 else None
     options = {"move_q": False}
     p = tasp.plan(

@@ -13,16 +13,17 @@ from tasp_core.layout import Pieces
 from tasp_core.tiles import pair_table, rounds, take, tile, working_order
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=250, database=None)
+WINDOWS = st.none() | st.sampled_from([1, 2, 3, 5, 8, 13, 40])
 SOURCES = st.sampled_from([("ring", None), ("tasp", None), ("wave", {"blocks": 2}), ("wave", None)])
 
 
 @st.composite
 def meetings(draw):
     """A plan, a rank, and some of the other ranks' units in any order."""
-    lengths = draw(st.lists(st.integers(0, 14), max_size=6))
+    lengths = draw(st.lists(st.integers(0, 14), max_size=6) | st.lists(st.just(60), max_size=2))
     name, options = draw(SOURCES)
     made = plan(
-        Documents.of(lengths, causal=draw(st.booleans())),
+        Documents.of(lengths, causal=draw(st.booleans()), window=draw(WINDOWS)),
         draw(st.integers(1, 6)),
         schedule=name,
         layout=draw(st.sampled_from(sorted(tasp.layouts()))),
@@ -57,7 +58,7 @@ def expand(made, rank, keys, tiles):
         for i in range(count)
     ]
     pairs, rows = Counter(), {}
-    for name, square in (("full", False), ("causal", True)):
+    for name in ("full", "causal", "mirrored"):
         sequences = getattr(tiles, name)
         rows[name] = Counter()
         for q_lo, q_n, k_lo, k_n in zip(*sequences, strict=True):
@@ -65,10 +66,11 @@ def expand(made, rank, keys, tiles):
             assert k_n > 0
             assert 0 <= q_lo <= q_lo + q_n <= len(queries)
             assert 0 <= k_lo <= k_lo + k_n <= len(row), "keys outside the working order"
-            assert not square or q_n == k_n
+            assert name == "full" or q_n == k_n
             rows[name].update(range(q_lo, q_lo + q_n))
             for i in range(q_n):
-                for j in range(i + 1 if square else k_n):
+                low, high = i * (name == "mirrored"), i + 1 if name == "causal" else k_n
+                for j in range(low, high):
                     pairs[int(queries[q_lo + i]), int(row[k_lo + j])] += 1
     return pairs, rows
 
@@ -78,6 +80,7 @@ def visible(docs, queries, keys):
     q, k = np.asarray(queries, dtype=np.int64), np.asarray(keys, dtype=np.int64)
     seen = docs.document_of(q)[:, None] == docs.document_of(k)[None, :]
     seen &= (k[None, :] <= q[:, None]) | (not docs.causal)
+    seen &= abs(k[None, :] - q[:, None]) < (docs.window or docs.total + 1)
     return {(int(q[i]), int(k[j])) for i, j in np.argwhere(seen)}
 
 
@@ -87,14 +90,16 @@ def test_tiles_are_exactly_the_visible_pairs(meeting):
     made, rank, chosen = meeting
     keys, tokens = pieces_of_units(made, chosen)
     queries = made.layout.pieces(rank)
-    tiles = tile(queries, keys, made.docs.causal)
+    tiles = tile(queries, keys, made.docs)
     pairs, rows = expand(made, rank, keys, tiles)
     expected = visible(made.docs, made.tokens(rank), tokens)
     assert set(pairs) == expected
     assert not pairs or max(pairs.values()) == 1
-    assert not rows["full"] or max(rows["full"].values()) == 1
-    assert made.docs.causal or not rows["causal"]
-    areas = pair_table(queries, take(keys, working_order(keys)), made.docs.causal).area
+    if made.docs.window_size is None:
+        assert not rows["full"] or max(rows["full"].values()) == 1
+        assert made.docs.causal or not rows["causal"]
+        assert not rows["mirrored"]
+    areas = pair_table(queries, take(keys, working_order(keys)), made.docs).area
     assert areas.sum() == len(expected)
 
 
@@ -103,10 +108,10 @@ def test_tiles_are_exactly_the_visible_pairs(meeting):
 def test_a_rank_with_itself(meeting):
     made, rank, _ = meeting
     own = made.layout.pieces(rank)
-    pairs, rows = expand(made, rank, own, tile(own, own, made.docs.causal))
+    pairs, rows = expand(made, rank, own, tile(own, own, made.docs))
     assert set(pairs) == visible(made.docs, made.tokens(rank), made.tokens(rank))
     assert not pairs or max(pairs.values()) == 1
-    assert not rows["full"] or max(rows["full"].values()) == 1
+    assert made.docs.window_size or not rows["full"] or max(rows["full"].values()) == 1
 
 
 @SEEDED
@@ -115,10 +120,11 @@ def test_keys_nobody_sees_are_left_out(meeting):
     """Every used piece is seen by a query, each once, in (document, last token) order."""
     made, rank, chosen = meeting
     keys, _ = pieces_of_units(made, chosen)
-    tiles = tile(made.layout.pieces(rank), keys, made.docs.causal)
+    tiles = tile(made.layout.pieces(rank), keys, made.docs)
     used = take(keys, tiles.used)
     seen = {k for _, k in visible(made.docs, made.tokens(rank), np.arange(made.docs.total))}
-    assert set(used.start.tolist()) <= seen
+    for first, last, stride in zip(used.start, used.last, used.stride, strict=True):
+        assert seen & set(range(first, last + 1, stride))
     assert len(set(tiles.used.tolist())) == len(tiles.used)
     order = list(zip(used.doc.tolist(), used.last.tolist(), strict=True))
     assert order == sorted(order)
@@ -152,7 +158,7 @@ def calls(sequences):
     ],
 )
 def test_tiles_by_hand(queries, keys, full, causal):
-    tiles = tile(queries, keys, True)
+    tiles = tile(queries, keys, Documents.of([99]))
     assert calls(tiles.full) == full
     assert calls(tiles.causal) == causal
     assert bool(tiles.used.size) == bool(full or causal)
@@ -163,7 +169,7 @@ def test_without_keys_or_queries_there_are_no_calls():
     own, nothing = made.layout.pieces(0), pieces_of_units(made, [])[0]
     for queries, keys in ((own, nothing), (nothing, own), (nothing, nothing)):
         for causal in (True, False):
-            tiles = tile(queries, keys, causal)
+            tiles = tile(queries, keys, Documents.of([9], causal=causal))
             assert not tiles.used.size
             assert calls(tiles.full) == calls(tiles.causal) == []
 
@@ -173,7 +179,7 @@ def test_without_keys_or_queries_there_are_no_calls():
 )
 def test_queries_that_begin_inside_a_key_piece_are_refused(queries, keys):
     with pytest.raises(PlanError, match="begins inside a key piece; cut the key piece there"):
-        pair_table(queries, keys, True)
+        pair_table(queries, keys, Documents.of([99]))
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), max_size=12)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention import attention
 from ..documents import Documents
 from ..explain import RowBytes, wire_bytes
-from ..kernels import oracle, resolve
+from ..kernels import Math, oracle, resolve
 from ..launch import launch
 from ..lower import lower
 from ..plan import Plan
@@ -94,12 +94,17 @@ class Errors:
 
 
 class Judge:
-    """The oracle's and the plain kernel's results of one row, to hold many plans against."""
+    """The oracle's and the plain kernel's results of one row, to hold many plans against.
+
+    Under a window the plain kernel is `math` in the inputs' dtype: no other takes one.
+    """
 
     def __init__(self, inputs: Inputs, docs: Documents, kernel: str = "auto") -> None:
         q, k, v, dout = inputs.tensors()
         self.exact = oracle(q, k, v, docs, dout=dout)
-        plain = resolve(kernel, q.device.type, q.dtype)
+        plain = (
+            resolve(kernel, q.device.type, q.dtype) if docs.window is None else Math(docs.window)
+        )
         self.plain = oracle(q, k, v, docs, dout=dout, kernel=plain)
         self.single, self.limits = {}, {}
         for name in NAMES:

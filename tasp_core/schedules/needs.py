@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Layout, ranges
+from ..tiles import edges
 from .offload import Given
 
 
@@ -24,16 +25,21 @@ class Shares(NamedTuple):
     number: np.ndarray  # within the owner
     low: np.ndarray  # first local token
     size: np.ndarray
+    stride: np.ndarray
     doc: np.ndarray
     first: np.ndarray  # first and last global token
     last: np.ndarray
 
 
 class Needs(NamedTuple):
-    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see."""
+    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see.
+
+    Under a window for each piece of such queries, as far pieces leave a gap between what they see.
+    """
 
     doc: np.ndarray
     rank: np.ndarray
+    start: np.ndarray  # first query
     low: np.ndarray
     high: np.ndarray
 
@@ -59,16 +65,18 @@ class Wants:
         doc, start, last = (
             np.concatenate([getattr(p, k) for p in pieces]) for k in ("doc", "start", "last")
         )
+        before, after = docs.window_size or (docs.total, 0 if docs.causal else docs.total)
         key, at = np.unique(doc * n + rank, return_inverse=True)
-        low = np.full(len(key), docs.total)
+        if docs.window_size:
+            order = np.argsort(at, kind="stable")
+            key, at = key[at[order]], np.argsort(order)
+        first = np.full(len(key), docs.total)
         high = np.zeros(len(key), dtype=np.int64)
-        np.minimum.at(low, at, start)
+        np.minimum.at(first, at, start)
         np.maximum.at(high, at, last + 1)
         begin, end = docs.cu_seqlens[key // n], docs.cu_seqlens[key // n + 1]
-        reach = docs.total if docs.window is None else docs.window - 1
-        low = np.maximum(begin, low - reach)
-        high = high if docs.causal else np.minimum(end, high + reach)
-        return Needs(key // n, key % n, low, high)
+        low, high = np.maximum(begin, first - before), np.minimum(end, high + after)
+        return Needs(key // n, key % n, first, low, high)
 
     @cached_property
     def cuts(self) -> list[np.ndarray]:
@@ -110,9 +118,8 @@ class Wants:
             at = np.searchsorted(p.offset, low, side="right") - 1
             first = p.start[at] + (low - p.offset[at]) * p.stride[at]
             last = first + (size - 1) * p.stride[at]
-            columns.append(
-                (np.full_like(low, rank), np.arange(len(low)), low, size, p.doc[at], first, last)
-            )
+            who, number = np.full_like(low, rank), np.arange(len(low))
+            columns.append((who, number, low, size, p.stride[at], p.doc[at], first, last))
         return Shares(*(np.concatenate(c) for c in zip(*columns, strict=True)))
 
     def _visible(self, shares: Shares) -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +129,21 @@ class Wants:
         who, share = ranges(low, high)
         seen = (needs.high[who] > shares.first[share]) & (needs.low[who] <= shares.last[share])
         seen &= shares.size[share] > 0
-        return needs.rank[who[seen]], share[seen]
+        who, share = who[seen], share[seen]
+        if self.layout.docs.window_size:
+            who, share = self._in_window(who, share, self.layout.docs.window_size)
+        return needs.rank[who], share
+
+    def _in_window(
+        self, who: np.ndarray, share: np.ndarray, window_size: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each rank once a share, and no stripes of which no two tokens come as close as the window."""
+        shares, needs = self.shares, self._needs
+        lead = shares.first[share] - needs.start[who]
+        least, most = edges(lead, shares.stride[share], window_size)
+        key = np.where(least <= most, share * self.layout.ranks + needs.rank[who], -1)
+        found, at = np.unique(key, return_index=True)
+        return who[at[found >= 0]], share[at[found >= 0]]
 
     @cached_property
     def away(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
