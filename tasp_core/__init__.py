@@ -22,7 +22,7 @@ from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules
 from .support import supports
-from .topology import Machine, cut_bound, machine
+from .topology import Bus, Machine, cut_bound, machine
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ _TENSOR_NAMES = {
 }
 
 __all__ = [
+    "Bus",
     "Documents",
     "Explanation",
     "LayoutError",
