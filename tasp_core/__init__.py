@@ -21,6 +21,7 @@ from .program import Program
 from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules
+from .simulate import Timeline, simulate
 from .support import supports
 from .topology import Bus, Machine, cut_bound, machine
 
@@ -49,6 +50,7 @@ __all__ = [
     "RankError",
     "Report",
     "Rings",
+    "Timeline",
     "TopologyError",
     "TransportError",
     "attention",
@@ -62,6 +64,7 @@ __all__ = [
     "machine",
     "plan",
     "schedules",
+    "simulate",
     "supports",
     *_TENSOR_NAMES,
 ]

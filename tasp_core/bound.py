@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+import numpy as np
+
 from .hardware import Machine
 
 
@@ -66,3 +68,23 @@ def cut_bound(machine: Machine, bytes_per_rank: float) -> float:
         ((n - len(s)) * bytes_per_rank / 1e9 / into_gbps(machine, s) for s in cut_sets(machine)),
         default=0.0,
     )
+
+
+def needed_bound(machine: Machine, needed: np.ndarray, nbytes: np.ndarray) -> float:
+    """`cut_bound` of what ranks really need.
+
+    Args:
+        needed: whether a rank needs a share, bool [ranks, owners, shares].
+        nbytes: the shares' sizes, [owners, shares].
+    """
+    n, result = machine.ranks, 0.0
+    for inside in cut_sets(machine):
+        alike = [inside]
+        if machine.plain:  # one set of each kind was yielded: all others of its size
+            alike = [[*range(r, r + len(inside))] for r in range(0, n, len(inside))]
+        gbps = into_gbps(machine, inside)
+        for members in alike:
+            wanted = np.where(needed[members].any(axis=0), nbytes, 0.0)
+            wanted[members] = 0.0
+            result = max(result, float(wanted.sum()) / (gbps * 1e9))
+    return result
