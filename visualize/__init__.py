@@ -1,14 +1,15 @@
-"""Pictures of plans: functions Plan -> SVG text. Reads tasp_core; imports no tensor library.
+"""Pictures of plans, machines, timelines and results: pure functions -> Figure; see figure.py.
 
-    rings(plan)               which way keys and values travel
-    links([(label, plan)])    how much each link carries, and how many links work in each step
-    balance([(label, plan)])  who computes how much, and when
-
+Importing this package imports no tensor library, no plotly, no ipywidgets.
 `python -m visualize RESULT.json -o OUT.svg` draws a demo result.
 """
 
 from .balance import balance
+from .figure import Figure, together
+from .hops import hops
 from .links import links
+from .masks import mask
 from .rings import rings
+from .timeline import timeline
 
-__all__ = ["balance", "links", "rings"]
+__all__ = ["Figure", "balance", "hops", "links", "mask", "rings", "timeline", "together"]
