@@ -8,8 +8,22 @@ from .balance import balance
 from .figure import Figure, together
 from .hops import hops
 from .links import links
+from .machines import topology
 from .masks import mask
+from .memory import memory
+from .results import View, results
 from .rings import rings
 from .timeline import timeline
 
-__all__ = ["Figure", "balance", "hops", "links", "mask", "rings", "timeline", "together"]
+__all__ = [
+    "Figure",
+    "balance",
+    "hops",
+    "links",
+    "mask",
+    "memory",
+    "rings",
+    "timeline",
+    "together",
+    "topology",
+]

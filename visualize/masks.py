@@ -133,7 +133,7 @@ def _alone(docs: Documents, grid: Grid) -> View:
     keys = [("", f"document {d}: {docs.lengths[d]:,} tokens") for d in sorted(longest)]
     note = "A document's tokens see tokens of their own document only"
     note += ", up to themselves." if docs.causal else "."
-    return View(weight, [colour(0)], ["visible"], None, keys, "the longest documents", (note,))
+    return View(weight, [ramp(0.55)], ["visible"], None, keys, "the longest documents", (note,))
 
 
 def _by_rank(plan: Plan, grid: Grid) -> View:

@@ -94,16 +94,16 @@ def nodes(s: Stage) -> Marks:
     return marks
 
 
-def discs(s: Stage, *, coloured: bool = True) -> Marks:
-    """The ranks, numbered inside, or outside every few ranks where discs are small."""
+def discs(s: Stage, *, coloured: bool = True, first: int = 0) -> Marks:
+    """The ranks from `first` on, numbered inside, or outside every few ranks where discs are small."""
     n, marks = len(s.places), []
     apart = every(abs(s.places[1] - s.places[0]) if n > 1 else 1000.0, 28)
-    for rank, z in enumerate(s.places):
+    for rank, z in enumerate(s.places, first):
         fill = colour(rank) if coloured else "#FFFFFF"
         marks.append(disc(z, s.disc, fill=fill, name="rank"))
         if s.named:
             marks.append(text(z, str(rank), size=13, bold=True, fill=ink(fill)))
-        elif rank % apart == 0 and rank + apart <= n:
+        elif rank % apart == 0 and rank + apart <= n + first:
             away = (2 * s.disc + 14) if s.node_size < n else (s.disc + 12)
             marks.append(text(z + away * (z - s.centre) / s.radius, str(rank), size=13))
     return marks
