@@ -18,7 +18,7 @@ from .colours import INK, PALE, SOFT, colour
 from .figure import Figure, few_enough
 from .marks import Drawing, Marks, every, number, rect, small, text, unit
 from .rings import place
-from .stage import between, discs, nodes, stage
+from .stage import between, discs, nodes, nodes_of, stage
 
 STAGE, CELLS, LEFT, TOP = 560.0, 400.0, 660.0, 104.0
 FRAMES = 900  # arrows and cells of an animation at most: its JSON stays below 250 kB
@@ -27,7 +27,7 @@ LABELLED = 16  # arrows with words, at most
 
 def _arrows(plan: Plan, here: Hops) -> Marks:
     """An arrow for each link in use, with its words where there is room."""
-    s, n = stage(plan.machine, STAGE), plan.inner.ranks
+    s, n = stage(nodes_of(plan.machine), STAGE), plan.inner.ranks
     link, inverse = np.unique(here.src * n + here.dst, return_inverse=True)
     words = here.words()
     opposed = bool(np.isin(link % n * n + link // n, link).any())
@@ -131,7 +131,7 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     if not 0 <= step < max(1, steps):
         raise ValueError(f"step {step} does not exist: {where} has {steps} steps, from 0")
     if not steps:
-        ground = stage(plan.machine, 110)
+        ground = stage(nodes_of(plan.machine), 110)
         drawn = Drawing(110, 110, discs(ground))
         return Figure(f"{where}: nothing travels", (), f"{where}: nothing travels.", drawn)
     table, n = plan.hops(), len(had[0])

@@ -9,6 +9,7 @@ Plans that load the links alike (say, one schedule under several layouts) share 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,17 +77,18 @@ def _frames(traffic: Traffic) -> Marks:
     side = n * size
     if not traffic.crossing.any():
         return [rect(at, complex(side, side), stroke="#999999")]
-    m = int(np.argmax(traffic.crossing[0]))
+    starts = np.flatnonzero(np.diagonal(traffic.crossing, 1)) + 1
+    cuts = [0, *starts.tolist(), n]
     marks = []
-    for cut in range(0, n + 1, m):
+    for cut in cuts:
         for a, b in (
             (cut * size, complex(cut * size, side)),
             (1j * cut * size, complex(side, cut * size)),
         ):
             marks.append(line(at + a, at + b, stroke=ACCENT, width=2, dash=DASH))
-    for node in range(0, n, m):
-        corner = at + complex(node, node) * size
-        marks.append(rect(corner, complex(m, m) * size, stroke=INK, width=2, name="inside"))
+    for low, high in pairwise(cuts):
+        corner, box = at + complex(low, low) * size, complex(high - low, high - low) * size
+        marks.append(rect(corner, box, stroke=INK, width=2, name="inside"))
     return marks
 
 

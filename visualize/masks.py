@@ -203,13 +203,15 @@ def mask(what: Plan | Documents, *, rank: int | None = None, step: int | None = 
         step: of that rank, the one to bring out.
 
     Raises:
-        ValueError: a rank or step the plan does not have, or more ranks than can be drawn.
+        ValueError: no tokens, a rank or step the plan does not have, or more ranks than can be drawn.
 
     >>> from tasp_core import plan
     >>> mask(plan([40, 24], 4)).title
     '2 documents, 64 tokens, zigzag on 4 ranks: 27.3 % of the pairs are visible'
     """
     docs = what if isinstance(what, Documents) else what.docs
+    if not docs.total:
+        raise ValueError("a row of 0 tokens has no mask; give documents with tokens")
     grid, many = Grid.of(docs.total), len(docs.lengths)
     view = _view(what, grid, rank, step)
     title = f"{many} document{'s' * (many != 1)}, {docs.total:,} tokens"

@@ -148,9 +148,7 @@ def _panel(rows: list[tuple[str, list[float]]], view: View) -> Drawing:
             marks += [
                 disc(complex(NAMES + x * scale, y), 4, fill="#FFFFFF", stroke=tone) for x in values
             ]
-        marks.append(
-            small(complex(NAMES + max(values) * scale + 12, y), show(most, view.unit), "start")
-        )
+        marks.append(small(complex(NAMES + max(values) * scale + 12, y), words, "start"))
     return Drawing(INNER, foot + 24, marks)
 
 

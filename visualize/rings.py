@@ -19,7 +19,7 @@ from tasp_core.schedules import RingSchedule
 from .colours import INK, colour, mix
 from .figure import Figure
 from .marks import INNER, Drawing, grid, small, text
-from .stage import Stage, between, discs, nodes, stage
+from .stage import Stage, between, discs, nodes, nodes_of, stage
 from .traffic import Traffic
 
 GAP = 16  # px between panels
@@ -155,9 +155,9 @@ def rings(plan: Plan, *, max_rings: int = 8, label: str = "") -> Figure:
         shown = [Panel("", "no arrow", np.zeros((0, 3), dtype=np.int64), 0)]
     most = max(int(p.arcs[:, 2].max(initial=1)) for p in shown)
     n = plan.inner.ranks
-    columns = min(len(shown), 4 if n <= 24 else 3)
+    columns = min(len(shown), 4 if n <= (8 if plan.machine.num_nodes > 1 else 24) else 3)
     side = (INNER - 3 * GAP) / 4 if columns == 4 else (INNER - 2 * GAP) / 3
-    ground = stage(plan.machine, side if n > 1 else 110)
+    ground = stage(nodes_of(plan.machine), side if n > 1 else 110)
     drawn = grid([_draw(p, ground, most) for p in shown], columns, gap=GAP)
     what = "; ".join(f"{p.caption}: {p.detail}" if p.detail else p.caption for p in shown)
     desc = f"{title}. Ranks on a circle, arrows from sender to receiver. {what}."

@@ -22,7 +22,7 @@ class Stage(NamedTuple):
     radius: float
     disc: float
     places: tuple[complex, ...]
-    node_size: int
+    nodes: tuple[range, ...]
 
     @property
     def centre(self) -> complex:
@@ -40,20 +40,28 @@ class Stage(NamedTuple):
         return min(2.2, self.disc / 4)
 
 
-def stage(machine: Machine, side: float) -> Stage:
+def nodes_of(machine: Machine) -> tuple[range, ...]:
+    """The ranks of each node."""
+    return tuple(dict.fromkeys(machine.mates(rank) for rank in range(machine.ranks)))
+
+
+def stage(nodes: tuple[range, ...], side: float) -> Stage:
     """Ranks clockwise on a circle, from the top; a free place parts the nodes."""
-    n, m, u = machine.ranks, machine.node_size, machine.num_nodes
+    n, m, u = sum(map(len, nodes)), len(nodes[0]), len(nodes)
     gap = int(u > 1)
     margin = 34 if u == 1 else 60 if u in (2, 4) else 78 if u <= 16 else 40
     slots, radius = n + gap * u, side / 2 - margin
     turn = 2 * math.pi / slots
     room = turn * radius  # a rank's; discs too small for a number are made smaller yet, for arrows
-    disc = min(14.0, 0.38 * room) if 0.38 * room >= NAMED else 0.27 * room
+    disc = max(NAMED, min(14.0, 0.33 * room)) if 0.38 * room >= NAMED else 0.27 * room
     # one node: rank 0 on top; two or three: node 0 on top; more: nodes left and right of the top
     first = -math.pi / 2 - gap * turn * ((m - 1) / 2 if u < 4 else -1)
-    angles = (first + turn * (rank + gap * (rank // m)) for rank in range(n))
+    slot = [rank + gap * k for k, mates in enumerate(nodes) for rank in mates]
+    angles = (first + turn * (i - slot[0]) for i in slot)
     middle = complex(side / 2, side / 2)
-    return Stage(side, radius, disc, tuple(middle + radius * cmath.exp(1j * a) for a in angles), m)
+    return Stage(
+        side, radius, disc, tuple(middle + radius * cmath.exp(1j * a) for a in angles), nodes
+    )
 
 
 def _arc(middle: complex, start: complex, turn: float) -> list[complex]:
@@ -80,10 +88,10 @@ def _box(a: complex, b: complex, s: Stage, pad: float) -> Mark:
 def nodes(s: Stage) -> Marks:
     """A box behind the ranks of each node, its name outside."""
     marks: Marks = []
-    m, count = s.node_size, len(s.places) // s.node_size
+    count = len(s.nodes)
     pad = s.disc + min(8.0, 0.9 * s.disc)
-    for node in range(count if count > 1 else 0):
-        a, b = s.places[node * m], s.places[node * m + m - 1]
+    for node, mates in enumerate(s.nodes if count > 1 else ()):
+        a, b = s.places[mates[0]], s.places[mates[-1]]
         marks.append(_box(a, b, s, pad))
         half = cmath.phase((b - s.centre) / (a - s.centre)) % (2 * math.pi) / 2
         out = (a - s.centre) / s.radius * cmath.exp(1j * half)
@@ -94,9 +102,9 @@ def nodes(s: Stage) -> Marks:
     return marks
 
 
-def discs(s: Stage, *, coloured: bool = True, first: int = 0) -> Marks:
-    """The ranks from `first` on, numbered inside, or outside every few ranks where discs are small."""
-    n, marks = len(s.places), []
+def discs(s: Stage, *, coloured: bool = True) -> Marks:
+    """The ranks, numbered inside, or outside every few ranks where discs are small."""
+    n, first, marks = len(s.places), s.nodes[0].start, []
     apart = every(abs(s.places[1] - s.places[0]) if n > 1 else 1000.0, 28)
     for rank, z in enumerate(s.places, first):
         fill = colour(rank) if coloured else "#FFFFFF"
@@ -104,7 +112,7 @@ def discs(s: Stage, *, coloured: bool = True, first: int = 0) -> Marks:
         if s.named:
             marks.append(text(z, str(rank), size=13, bold=True, fill=ink(fill)))
         elif rank % apart == 0 and rank + apart <= n + first:
-            away = (2 * s.disc + 14) if s.node_size < n else (s.disc + 12)
+            away = (2 * s.disc + 14) if len(s.nodes) > 1 else (s.disc + 12)
             marks.append(text(z + away * (z - s.centre) / s.radius, str(rank), size=13))
     return marks
 

@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
         few_enough(plan.ranks)
         n, hops = plan.layout.ranks, plan.hops()
         moved, whole = plan.amounts(hops)
-        node = np.arange(n) // plan.machine.node_size
+        node = np.array([plan.machine.node(rank) for rank in range(n)])
         crossing = node[:, None] != node[None, :]
         kv = np.bincount(hops.src * n + hops.dst, moved, minlength=n * n).reshape(n, n) / whole
         nic = crossing[hops.src, hops.dst]
