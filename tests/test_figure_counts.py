@@ -12,7 +12,7 @@ from test_figures import ROW, make, times
 from test_visualize import SVG, named, texts, tip
 
 from tasp_core import Documents, check, lower, machine
-from visualize import Figure, View, hops, mask, results, timeline, topology
+from visualize import Figure, View, compare, hops, mask, results, timeline, topology
 from visualize.colours import colour
 from visualize.memory import acc_spans, arena_spans
 from visualize.raster import pairs_by_rank, pairs_by_step
@@ -118,6 +118,22 @@ def test_timeline_bars_are_the_spans_on_one_scale():
     assert len(named(root, "comm")) == 2 * 3 * 3
     words = [x.text for x in texts(root)]
     assert words.count("0%") == words.count("33%") == words.count("67%") == 2
+
+
+def test_compare_marks_the_fastest_and_its_bars_are_seconds():
+    quick, slow = times(2), times(8, 8)
+    root = ET.fromstring(compare([("slow", slow), ("quick", quick)]).svg)
+    assert (root[0].text or "").endswith("quick is fastest with 11 ms")
+    bars = [(tip(b), float(b.get("width", 0))) for b in root.iter(SVG + "rect") if tip(b)]
+    assert [t for t, _ in bars][3:] == [
+        "quick: total 11 ms", "quick: compute 8 ms", "quick: communication 9 ms",
+    ]  # fmt: skip
+    wide = [w for _, w in bars]
+    np.testing.assert_allclose(
+        np.array(wide) / wide[3], np.array([29, 64, 21, 11, 8, 9]) / 11, rtol=0.01
+    )
+    bold = [t.text for t in texts(root) if t.get("font-weight") == "700"]
+    assert bold[1:] == ["quick", "1.12"]
 
 
 def test_topology_lines_are_links():

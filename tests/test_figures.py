@@ -10,16 +10,17 @@ import time
 import xml.etree.ElementTree as ET
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_visualize import SVG, named, text_boxes, texts, tip
 
 from tasp_core import Documents, machine, plan
+from tasp_core.timeline import Timeline
 from visualize import (
     Figure,
     balance,
+    compare,
     hops,
     links,
     mask,
@@ -41,13 +42,14 @@ def make(schedule: str, ranks: int, where: str | None = None, layout: str = "zig
     return plan(docs, ranks, schedule=schedule, machine=where, layout=layout)
 
 
-def times(ranks: int = 3, steps: int = 4) -> SimpleNamespace:
+def times(ranks: int = 3, steps: int = 4) -> Timeline:
     """A timeline: step t of rank r computes r + 1 ms and sends 3 ms, the last step sends nothing."""
     start = 3e-3 * np.arange(steps)[None, :] + np.zeros((ranks, 1))
     compute = np.stack([start, start + 1e-3 * (1 + np.arange(ranks))[:, None]], axis=2)
     comm = np.stack([start, start + 3e-3], axis=2)
     comm[:, -1, 1] = comm[:, -1, 0]
-    return SimpleNamespace(total_s=float(compute.max()), compute=compute, comm=comm)
+    ends = float(compute.max()), 3e-3 * (steps - 1), 1e-3 * ranks * steps
+    return Timeline("a pass", compute, comm, *ends, link_bytes={}, bound_s=1e-3)
 
 
 @cache
@@ -67,6 +69,7 @@ def gallery() -> dict[str, Figure]:
         "memory wave": memory(make("wave", 8, "mesh4x2"), rank=3), "memory 1": memory(make("ring", 1)),
         "memory all": memory(make("all_gather", 5)), "memory 40": memory(make("tasp", 40, docs=[4000])),
         "timeline": timeline([("Ring", times()), ("long label " * 9, times(8, 8))]),
+        "compare": compare([("Ring", times()), ("long label " * 9, times(8, 8))]),
         "timeline 1": timeline(times(1, 1)), "timeline 70": timeline(times(70, 70)),
         "m mesh": topology(machine("mi300x")), "m nodes": topology(machine("h100x9")),
         "m pcie": topology(machine("a100_pciex2")), "m one": topology(machine("mesh1")),

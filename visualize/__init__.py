@@ -5,6 +5,7 @@ Importing this package imports no tensor library, no plotly, no ipywidgets.
 """
 
 from .balance import balance
+from .compare import compare
 from .figure import Figure, together
 from .hops import hops
 from .links import links
@@ -18,6 +19,7 @@ from .timeline import timeline
 __all__ = [
     "Figure",
     "balance",
+    "compare",
     "hops",
     "links",
     "mask",

@@ -44,7 +44,7 @@ def _arrows(plan: Plan, here: Hops) -> Marks:
             a, control, b = mark.points
             label = shown[0] + f" +{len(mine) - 1}" * (len(mine) > 1)
             aside = 1j * unit(b - a)
-            side = a / 4 + control / 2 + b / 4 + complex(24 * aside.real, 14 * aside.imag)
+            side = a / 4 + control / 2 + b / 4 + complex(30 * aside.real, 15 * aside.imag)
             labels.append(text(side, label, size=13, fill=tone, halo=True))
     return marks + discs(s) + labels
 

@@ -9,9 +9,10 @@ bar communication; where neither is, nothing works, and where only the lower one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
+
+from tasp_core.timeline import Timeline
 
 from .colours import PALE, SOFT, colour
 from .figure import Figure, few_enough
@@ -20,17 +21,6 @@ from .marks import INNER, Drawing, Marks, every, fit, legend, line, number, rect
 LEFT, RIGHT, TOP = 64.0, 150.0, 56.0
 SEND, WAIT = "#9A9A9A", "#F6E3D7"
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-class Timeline(Protocol):
-    """What `tasp_core.simulate` returns, as far as it is drawn: seconds, spans [ranks, steps, 2]."""
-
-    @property
-    def total_s(self) -> float: ...
-    @property
-    def compute(self) -> np.ndarray: ...
-    @property
-    def comm(self) -> np.ndarray: ...
 
 
 Timelines = Timeline | Sequence[Timeline | tuple[str, Timeline]]
@@ -129,6 +119,18 @@ def _span(part: np.ndarray) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def labelled(timelines: Timelines) -> list[tuple[str, Timeline]]:
+    """(label, timeline) pairs.
+
+    Raises:
+        ValueError: no timeline.
+    """
+    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not given:
+        raise ValueError("a picture needs at least one timeline, got none")
+    return [t if isinstance(t, tuple) else ("", t) for t in given]
+
+
 def timeline(timelines: Timelines) -> Figure:
     """Draw when each rank computes, communicates and waits.
 
@@ -139,14 +141,10 @@ def timeline(timelines: Timelines) -> Figure:
     Raises:
         ValueError: no timeline, or more ranks than can be drawn.
     """
-    given = list(timelines) if isinstance(timelines, Sequence) else [timelines]
-    some = [t if isinstance(t, tuple) else ("", t) for t in given]
-    if not some:
-        raise ValueError("a picture needs at least one timeline, got none")
+    some = labelled(timelines)
     for _, t in some:
         few_enough(len(t.compute))
     last = max(t.total_s for _, t in some) or 1.0
-    some = [(label, t) for label, t in some]
     said = (f"{label or 'the pass'} takes {seconds(t.total_s)}" for label, t in some)
     title = "Modelled: " + "; ".join(said)
     keys = [(colour(0), "compute, in the rank's colour"), (SEND, "communication")]

@@ -20,13 +20,18 @@ import tasp_core as tasp
 from tasp_core import Documents, Plan
 
 from .balance import balance
-from .figure import Figure
+from .compare import compare
+from .figure import Figure, together
 from .hops import hops
 from .masks import mask
 from .rings import rings
+from .timeline import timeline
 
 LENGTHS = "1904, 137, 89, 640, 700, 330"
 VIEWS = ("hops", "tiles")
+MACHINES = ("mi300x", "h100", "a100_pcie", "mi300xx2", "h100x2", "h100x4", "mesh4x2")
+CANDIDATES = ("ring", "tasp", "wave", "all_gather")
+MOST_ROWS = 16  # ranks of which a timeline is drawn, too
 WRAP = ip.Layout(flex_flow="row wrap")
 
 
@@ -70,7 +75,7 @@ def _slider(name: str, value: int, low: int, high: int) -> Any:
     return ip.IntSlider(value=value, min=low, max=high, description=name, style=style)
 
 
-def _choice(name: str, value: str, options: Iterable[str]) -> Any:
+def _choice(name: str, value: Any, options: Iterable[Any]) -> Any:
     return ip.Dropdown(value=value, options=list(options), description=name)
 
 
@@ -203,5 +208,41 @@ def explore_balance(
             for name in dict.fromkeys((layout, other))
         ]
         return balance(pairs)
+
+    return Explorer(draw, controls)
+
+
+def explore_machine(
+    *,
+    machine: str = "mi300x",
+    tokens: int = 65536,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    layout: str = "zigzag",
+) -> Explorer:
+    """How long attention takes: machine, tokens, heads -> `compare`, `timeline` of the fastest."""
+    sizes = [2**k for k in range(10, 23)]
+    controls = {
+        "machine": _choice("machine", machine, MACHINES),
+        "tokens": ip.SelectionSlider(
+            value=tokens, options=[(f"{n:,}", n) for n in sizes], description="tokens"
+        ),
+        "heads": _slider("query heads", heads, 1, 64),
+        "kv_heads": _slider("kv heads", kv_heads, 1, 64),
+        "head_dim": _choice("head dim", head_dim, (64, 128, 256)),
+        "layout": _choice("layout", layout, tasp.layouts()),
+        "backward": ip.Checkbox(value=False, description="backward pass"),
+    }
+
+    def draw(machine: str, tokens: int, layout: str, **sizes: Any) -> Figure:
+        where = tasp.machine(machine)
+        times = []
+        for name in CANDIDATES:
+            plan = tasp.plan([tokens], where.ranks, schedule=name, layout=layout, machine=where)
+            times.append((name, tasp.simulate(plan, where, **sizes)))
+        best = min(times, key=lambda pair: pair[1].total_s)
+        shown = [timeline([best])] if where.ranks <= MOST_ROWS else []
+        return together([compare(times), *shown])
 
     return Explorer(draw, controls)
