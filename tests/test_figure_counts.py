@@ -69,6 +69,15 @@ def test_documents_alone_with_windows(causal, window):
     assert tiles(mask(docs), 600 / 64) == pytest.approx({"visible": docs.num_pairs}, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stripes_of_a_long_row_are_no_one_s_cells(ranks):
+    p = make("ring", ranks, layout="striped", docs=[4800])
+    assert set(tiles(mask(p), 6)) == {"several"}
+    assert set(tiles(mask(make("ring", ranks, docs=[4800])), 6)) == {
+        f"rank {r}" for r in range(ranks)
+    }
+
+
 @pytest.mark.parametrize("case", [("ring", 3), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 5)])
 def test_pairs_are_those_of_check(case):
     p = make(*case, docs=[0, 811, 3, 1, 190])

@@ -14,7 +14,7 @@ from .figure import Figure
 from .marks import INNER, Drawing, Marks, fit, legend, line, number, rect, small, stack, text
 from .timeline import Timelines, labelled, seconds, ticks
 
-NAMES, NUMBERS, ROW, BAR = 150.0, 250.0, 62.0, 14.0
+NAMES, NUMBERS, ROW, BAR = 200.0, 250.0, 62.0, 14.0
 BARS = (("total", "#1A1A1A"), ("compute", "#6BAED6"), ("communication", "#9A9A9A"))
 
 

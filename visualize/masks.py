@@ -18,7 +18,17 @@ from tasp_core import Documents, Plan
 from .colours import PALE, SOFT, colour, ink, mix, ramp
 from .figure import Figure, few_enough
 from .marks import Drawing, Mark, Marks, rect, small, text
-from .raster import Grid, arrival, blocks, cover, pairs_by_rank, pairs_by_step, shares
+from .raster import (
+    Grid,
+    alternating,
+    arrival,
+    blocks,
+    cover,
+    holders,
+    pairs_by_rank,
+    pairs_by_step,
+    shares,
+)
 
 SIDE, STRIP, LEFT, TOP, SHADES = 600.0, 20.0, 56.0, 50.0, 4
 MIXED, OTHERS, NEVER = "#8C8C8C", "#DADADA", "#000000"
@@ -29,23 +39,25 @@ class View(NamedTuple):
     """One way to colour the cells.
 
     weight: part of each cell's pairs of each kind, float [query cell, key cell, kind].
-    tones, tips: colour and words of each kind; a cell of several kinds is MIXED.
-    holders: part of each cell's tokens that each rank holds, float [cell, rank]; None: no ranks.
+    mixed: whether a cell has no one kind but many, bool [query cell, key cell].
+    tones, tips: colour and words of each kind.
+    holder: the rank that holds each sampled token, int64 [cell, sample]; None: no ranks.
     """
 
     weight: np.ndarray
+    mixed: np.ndarray
     tones: list[str]
     tips: list[str]
-    holders: np.ndarray | None
+    holder: np.ndarray | None
     keys: list[tuple[str, str]]
     head: str
     notes: tuple[str, ...]
 
 
-def _codes(weight: np.ndarray) -> np.ndarray:
-    """Which value fills each cell, and how much: value * SHADES + shade; the last value: mixed."""
+def _codes(weight: np.ndarray, mixed: np.ndarray) -> np.ndarray:
+    """Which kind fills each cell, and how much: kind * SHADES + shade; the last kind: mixed."""
     whole, kinds = weight.sum(axis=2), weight.shape[2]
-    top = np.where(weight.max(axis=2) >= 0.55 * whole, weight.argmax(axis=2), kinds)
+    top = np.where(mixed, kinds, weight.argmax(axis=2))
     shade = np.clip(np.ceil(whole * SHADES) - 1, 0, SHADES - 1).astype(np.int64)
     return np.where(whole > 0, top * SHADES + shade, -1)
 
@@ -62,10 +74,10 @@ def _cells(codes: np.ndarray, tones: list[str], tips: list[str]) -> Marks:
     return marks
 
 
-def _strips(holders: np.ndarray) -> Marks:
+def _strips(holder: np.ndarray, ranks: int) -> Marks:
     """Who holds the keys (above) and the queries (left), with numbers where they fit."""
-    size, marks, ranks = SIDE / len(holders), [], holders.shape[1]
-    codes = np.where(holders.max(axis=1) >= 0.55, holders.argmax(axis=1), ranks)
+    size, marks = SIDE / len(holder), []
+    codes = np.where(alternating(holder), ranks, shares(holder, ranks).argmax(axis=1))
     for code, _, _, low, high in blocks(codes[None, :]):
         long, fill = (high - low) * size, MIXED if code == ranks else colour(code)
         across = complex(LEFT + STRIP + low * size, TOP)
@@ -133,13 +145,15 @@ def _alone(docs: Documents, grid: Grid) -> View:
     keys = [("", f"document {d}: {docs.lengths[d]:,} tokens") for d in sorted(longest)]
     note = "A document's tokens see tokens of their own document only"
     note += ", up to themselves." if docs.causal else "."
-    return View(weight, [ramp(0.55)], ["visible"], None, keys, "the longest documents", (note,))
+    mixed = np.zeros(weight.shape[:2], dtype=bool)
+    return View(
+        weight, mixed, [ramp(0.55)], ["visible"], None, keys, "the longest documents", (note,)
+    )
 
 
 def _by_rank(plan: Plan, grid: Grid) -> View:
     """The rank that computes each pair."""
-    ranks = plan.layout.ranks
-    holder = plan.layout.locate(grid.tokens.ravel())[0].reshape(grid.tokens.shape)
+    ranks, holder = plan.layout.ranks, holders(plan, grid)
     mine = holder[..., None] == np.arange(ranks)
     weight = np.einsum("irj,irk->ijk", cover(plan.docs, grid), mine) / len(holder[0])
     part = pairs_by_rank(plan) / max(1, plan.docs.num_pairs)
@@ -147,15 +161,16 @@ def _by_rank(plan: Plan, grid: Grid) -> View:
     keys = [(c, f"{n}: {p:.1%} of the pairs") for c, n, p in zip(tones, names, part, strict=True)]
     note = "A pair has the colour of the rank that holds its query and so computes it; the strips show "
     note += "who holds which tokens. Paler: part of the cell is not visible. Grey: several ranks."
-    return View(weight, tones, names, shares(holder, ranks), keys, "computed by", (note,))
+    mixed = np.broadcast_to(alternating(holder)[:, None], weight.shape[:2])
+    return View(weight, mixed, tones, names, holder, keys, "computed by", (note,))
 
 
 def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     """The step in which one rank computes its pairs."""
-    holder = plan.layout.locate(grid.tokens.ravel())[0].reshape(grid.tokens.shape)
+    holder, arrived = holders(plan, grid), arrival(plan, rank, grid.tokens)
     *done, never = pairs_by_step(plan, rank).tolist()
     seen, steps = cover(plan.docs, grid), len(done)
-    when = shares(arrival(plan, rank, grid.tokens), steps)
+    when = shares(arrived, steps)
     rows = np.einsum("irj,ir->ij", seen, holder == rank) / len(holder[0])
     own = rows[..., None] * np.concatenate([when, 1 - when.sum(axis=1, keepdims=True)], axis=1)
     rest = np.where(own.any(axis=2), 0, seen.mean(axis=1))[..., None]
@@ -165,13 +180,11 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     names = [f"step {t}" + " (own keys)" * (t == 0) for t in range(steps)]
     keys = [(c, f"{n}: {w:,} pairs") for c, n, w in zip(tones, names, done, strict=True)]
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []
-    note = f"Rank {rank} computes a pair once the key has arrived. The strips show who holds which "
-    note += (
-        "tokens. Paler: part of the cell is not visible, or not this rank's. Grey: several steps."
-    )
+    note = f"Rank {rank} computes a pair once the key has arrived. The strips show who holds which tokens. "
+    note += "Paler: part of the cell is not visible, or not this rank's. Grey: several steps."
     return View(
-        np.concatenate([own, rest], axis=2), [*tones, NEVER, OTHERS],
-        [*names, "never", "other ranks"], shares(holder, plan.layout.ranks),
+        np.concatenate([own, rest], axis=2), alternating(arrived) & own.any(axis=2),
+        [*tones, NEVER, OTHERS], [*names, "never", "other ranks"], holder,
         [*keys, (OTHERS, "pairs of other ranks")], f"rank {rank} computes in", (note,),
     )  # fmt: skip
 
@@ -221,10 +234,11 @@ def mask(what: Plan | Documents, *, rank: int | None = None, step: int | None = 
     title += f": {100 * part:.3g} % of the pairs are visible"
     facts = "; ".join(words for _, words in view.keys)
     desc = f"{title}, {docs.num_pairs:,} in all. Queries down, keys across. {facts}."
-    marks = _axes(docs) + _cells(_codes(view.weight), [*view.tones, MIXED], [*view.tips, "several"])
+    codes = _codes(view.weight, view.mixed)
+    marks = _axes(docs) + _cells(codes, [*view.tones, MIXED], [*view.tips, "several"])
     marks += _outlines(docs, grid) + _keys(view.head, view.keys)
-    if view.holders is not None:
-        marks += _strips(view.holders)
+    if view.holder is not None and isinstance(what, Plan):
+        marks += _strips(view.holder, what.layout.ranks)
     high = max(TOP + STRIP + SIDE, max(m.points[0].imag for m in marks) + 24)
     drawn = Drawing(RIGHT + 330, high, marks)
     return Figure(title, view.notes, desc, drawn)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasp_core import Documents, Plan
 
-CELLS, SAMPLES = 100, 12
+CELLS, SAMPLES = 100, 24
 
 
 class Grid(NamedTuple):
@@ -28,7 +28,8 @@ class Grid(NamedTuple):
         count = min(CELLS, max(1, total))
         edges = total * np.arange(count + 1) // count
         most = min(SAMPLES, int(np.diff(edges).max(initial=1)))
-        part = (np.arange(most) + 0.5) / most
+        # jittered: evenly spaced samples would meet the same stripe again and again
+        part = (np.arange(most) + np.random.default_rng(0).random((count, most))) / most
         return cls(edges, (edges[:-1, None] + np.diff(edges)[:, None] * part).astype(np.int64))
 
     @property
@@ -53,6 +54,16 @@ def cover(docs: Documents, grid: Grid) -> np.ndarray:
     left = np.maximum(low[..., None], grid.edges[:-1])
     right = np.minimum(high[..., None], grid.edges[1:])
     return np.maximum(right - left, 0) / np.maximum(1, np.diff(grid.edges))
+
+
+def holders(plan: Plan, grid: Grid) -> np.ndarray:
+    """The rank that holds each sampled token, int64 [cells, samples]."""
+    return plan.layout.locate(grid.tokens.ravel())[0].reshape(grid.tokens.shape)
+
+
+def alternating(values: np.ndarray) -> np.ndarray:
+    """Whether a cell's samples change value so often that it has no one value, bool [cells]."""
+    return (np.diff(values, axis=1) != 0).sum(axis=1) > 2
 
 
 def shares(values: np.ndarray, count: int) -> np.ndarray:
