@@ -13,7 +13,7 @@ from test_visualize import SVG, named, texts, tip
 
 from tasp_core import Documents, check, lower, machine
 from visualize import Figure, View, compare, hops, mask, results, timeline, topology
-from visualize.colours import colour
+from visualize.colours import SOFT, colour
 from visualize.memory import acc_spans, arena_spans
 from visualize.raster import pairs_by_rank, pairs_by_step
 
@@ -27,6 +27,10 @@ def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
         here = table.where(table.step == step)
         wanted = sorted({f"{a} to {b}" for a, b in zip(here.src, here.dst, strict=True)})
         assert sorted(tip(a).split(":")[0] for a in named(root, "arrow")) == wanted
+        for mark in named(root, "arrow"):
+            src, dst = map(int, tip(mark).split(":")[0].split(" to "))
+            owners = set(here.owner[(here.src == src) & (here.dst == dst)].tolist())
+            assert mark[1].get("stroke") == (colour(*owners) if len(owners) == 1 else SOFT)
         got = table.where(table.step <= step)
         has = np.zeros((n, n))
         np.add.at(has, (got.dst, got.owner), p.tokens_moved(got))

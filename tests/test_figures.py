@@ -127,6 +127,13 @@ def test_plotly_accepts_every_figure():
         assert len(go.Figure(fig.plotly).data) == len(fig.plotly["data"])
 
 
+def test_plotly_has_grids_below_and_frames_above():
+    looks = [(t.get("fillcolor"), t["line"]["color"]) for t in links(make("wave", 8, "mesh4x2")).plotly["data"]
+             if "color" in t.get("line", {})]  # fmt: skip
+    assert looks[0] == (None, "#BBBBBB")
+    assert looks[-2:] == [(None, "#D55E00"), (None, "#1A1A1A")]
+
+
 def test_frames_replace_what_changes():
     p = make("ring", 4)
     first = hops(p, step=0).plotly

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tasp_core import Report, check
 
-from .colours import ACCENT, PALE, colour, ramp
+from .colours import ACCENT, colour, ramp
 from .figure import Figure, Plans, few_enough, named
 from .marks import (
     Drawing,
@@ -19,6 +19,7 @@ from .marks import (
     every,
     fit,
     grid,
+    gridline,
     line,
     rect,
     scale,
@@ -67,7 +68,9 @@ def _bars(report: Report, top: float) -> Marks:
             marks.append(small(complex(x + 0.38 * pitch, foot + 19), str(rank)))
     marks.append(small(complex(LEFT + pitch * n / 2, foot + 38), "rank"))
     y = foot - HIGH / top
-    mark = line(complex(LEFT, y), complex(PANEL - 10, y), stroke=ACCENT, width=1.5, dash=DASH)
+    mark = line(
+        complex(LEFT, y), complex(PANEL - 10, y), stroke=ACCENT, width=1.5, dash=DASH, layer=1
+    )
     return [*marks, mark, *totals]
 
 
@@ -81,7 +84,7 @@ def _panel(label: str, report: Report, top: float) -> Drawing:
     marks.append(small(complex(PANEL - 10, 30), worst, "end"))
     for value in range(int(top) + 1):
         y = foot - value / top * HIGH
-        marks.append(line(complex(LEFT, y), complex(PANEL - 10, y), stroke=PALE))
+        marks.append(gridline(complex(LEFT, y), complex(PANEL - 10, y)))
         marks.append(small(complex(LEFT - 6, y), str(value), "end"))
     return Drawing(PANEL, foot + 50, marks + _bars(report, top))
 

@@ -9,9 +9,22 @@ from __future__ import annotations
 
 from tasp_core.timeline import Timeline
 
-from .colours import ACCENT, PALE
+from .colours import ACCENT
 from .figure import Figure
-from .marks import INNER, Drawing, Marks, fit, legend, line, number, rect, small, stack, text
+from .marks import (
+    INNER,
+    Drawing,
+    Marks,
+    fit,
+    gridline,
+    legend,
+    line,
+    number,
+    rect,
+    small,
+    stack,
+    text,
+)
 from .timeline import Timelines, labelled, seconds, ticks
 
 NAMES, NUMBERS, ROW, BAR = 200.0, 250.0, 62.0, 14.0
@@ -52,12 +65,14 @@ def compare(timelines: Timelines) -> Figure:
     marks: Marks = [small(complex(INNER, -8), "communication / compute", "end")]
     for tick in ticks(last):
         x = NAMES + tick * scale
-        marks.append(line(complex(x, 0), complex(x, foot), stroke=PALE))
+        marks.append(gridline(complex(x, 0), complex(x, foot)))
         marks.append(small(complex(x, foot + 12), seconds(tick)))
     bounds = sorted({t.bound_s for _, t in some if t.bound_s})
     for bound in bounds:
         x = NAMES + bound * scale
-        marks.append(line(complex(x, -4), complex(x, foot), stroke=ACCENT, width=1.5, dash="6 4"))
+        marks.append(
+            line(complex(x, -4), complex(x, foot), stroke=ACCENT, width=1.5, dash="6 4", layer=1)
+        )
     best = min(some, key=lambda pair: pair[1].total_s)
     for i, pair in enumerate(some):
         marks += _row(*pair, 8 + ROW * i, scale, best=pair is best)

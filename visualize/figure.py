@@ -17,7 +17,7 @@ from typing import Any
 from tasp_core import Plan
 
 from . import plotly_json, svg
-from .marks import MARGIN, Drawing, line, lines, stack
+from .marks import MARGIN, Drawing, gridline, lines, stack
 
 MOST_RANKS = 128
 Plans = Plan | Sequence[Plan | tuple[str, Plan]]
@@ -126,7 +126,7 @@ def together(figures: Sequence[Figure]) -> Figure:
     wide = max(720.0, *(f.drawing.width for f in figures))
     for figure in figures:
         if parts:
-            parts.append(Drawing(wide, 16, [line(12j, complex(wide, 12))]))
+            parts.append(Drawing(wide, 16, [gridline(12j, complex(wide, 12))]))
         parts.append(figure.page(figure.drawing))
     title, desc = "; ".join(f.title for f in figures), " ".join(f.desc for f in figures)
     notes = tuple(note for f in figures for note in f.notes)

@@ -76,7 +76,7 @@ def _frames(traffic: Traffic) -> Marks:
     n, size, at = len(traffic.kv), _size(traffic), complex(LEFT, TOP)
     side = n * size
     if not traffic.crossing.any():
-        return [rect(at, complex(side, side), stroke="#999999")]
+        return [rect(at, complex(side, side), stroke="#999999", layer=1)]
     starts = np.flatnonzero(np.diagonal(traffic.crossing, 1)) + 1
     cuts = [0, *starts.tolist(), n]
     marks = []
@@ -85,10 +85,10 @@ def _frames(traffic: Traffic) -> Marks:
             (cut * size, complex(cut * size, side)),
             (1j * cut * size, complex(side, cut * size)),
         ):
-            marks.append(line(at + a, at + b, stroke=ACCENT, width=2, dash=DASH))
+            marks.append(line(at + a, at + b, stroke=ACCENT, width=2, dash=DASH, layer=1))
     for low, high in pairwise(cuts):
         corner, box = at + complex(low, low) * size, complex(high - low, high - low) * size
-        marks.append(rect(corner, box, stroke=INK, width=2, name="inside"))
+        marks.append(rect(corner, box, stroke=INK, width=2, name="inside", layer=1))
     return marks
 
 
@@ -137,7 +137,7 @@ def _strip(traffic: Traffic) -> Marks:
     marks = [small(complex(edge, TOP - 29), "links busy in each step", "start")]
     for part in (0, 0.5, 1):
         y = foot - part * BARS
-        marks.append(line(complex(left, y), complex(left + wide, y), stroke="#BBBBBB"))
+        marks.append(line(complex(left, y), complex(left + wide, y), stroke="#BBBBBB", layer=-1))
         marks.append(small(complex(left - 6, y), f"{part:.0%}", "end"))
     marks += _bars(traffic, left, wide)
     marks.append(small(complex(left + wide / 2, foot + 32), "step"))

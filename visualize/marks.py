@@ -27,6 +27,8 @@ class Mark(NamedTuple):
     shape   the corners of a closed polygon
     arrow   tail, control point of its bend, and point
     text    where its middle height is; `size` is the font's, `turn` degrees clockwise
+
+    Higher layers lie over lower ones: -1 for grids, 1 for what crosses bars and cells.
     """
 
     shape: Shape
@@ -43,6 +45,7 @@ class Mark(NamedTuple):
     turn: int = 0
     name: str = ""
     tip: str = ""
+    layer: int = 0
 
     def moved(self, by: complex) -> Mark:
         """The mark, `by` further right and down."""
@@ -123,10 +126,22 @@ def small(at: complex, words: str, anchor: Anchor = "middle") -> Mark:
 
 
 def line(
-    a: complex, b: complex, *, stroke: str = PALE, width: float = 1, dash: str = "", tip: str = ""
+    a: complex,
+    b: complex,
+    *,
+    stroke: str = SOFT,
+    width: float = 1,
+    dash: str = "",
+    tip: str = "",
+    layer: int = 0,
 ) -> Mark:
     """A straight line."""
-    return Mark("line", (a, b), stroke=stroke, width=width, dash=dash, tip=tip)
+    return Mark("line", (a, b), stroke=stroke, width=width, dash=dash, tip=tip, layer=layer)
+
+
+def gridline(a: complex, b: complex) -> Mark:
+    """A pale line below everything else."""
+    return line(a, b, stroke=PALE, layer=-1)
 
 
 def rect(
@@ -139,9 +154,11 @@ def rect(
     dash: str = "",
     name: str = "",
     tip: str = "",
+    layer: int = 0,
 ) -> Mark:
     """A rectangle from its upper left corner; `tip` is shown when a mouse rests on it."""
-    return Mark("rect", (at, at + size), fill, stroke, width, dash, name=name, tip=tip)
+    ends = (at, at + size)
+    return Mark("rect", ends, fill, stroke, width, dash, name=name, tip=tip, layer=layer)
 
 
 def disc(at: complex, radius: float, *, fill: str, stroke: str = INK, name: str = "") -> Mark:

@@ -15,9 +15,22 @@ from tasp_core import Plan, Program, lower
 from tasp_core.lower import ACC, ARENA
 from tasp_core.schedules import KINDS
 
-from .colours import PALE, colour, ink, mix
+from .colours import colour, ink, mix
 from .figure import Figure, few_enough
-from .marks import Drawing, Marks, every, fit, legend, line, number, rect, small, stack, text
+from .marks import (
+    Drawing,
+    Marks,
+    every,
+    fit,
+    gridline,
+    legend,
+    line,
+    number,
+    rect,
+    small,
+    stack,
+    text,
+)
 from .rings import place
 
 LEFT, TOP, HIGH, WIDE, TIPS = 76.0, 44.0, 360.0, 1060.0, 1000
@@ -122,12 +135,10 @@ def _panel(head: str, spans: list[Span], rows: int, tokens: int, steps: int) -> 
     whole = rows / max(1, tokens)
     for k in range(0, int(whole + 1e-9) + 1, every(HIGH / max(whole, 1e-9), 20)):
         y = TOP + size * k * tokens
-        marks.append(line(complex(LEFT - 4, y), complex(LEFT + wide, y), stroke="#999999"))
+        marks.append(line(complex(LEFT - 4, y), complex(LEFT + wide, y), stroke="#999999", layer=1))
         marks.append(small(complex(LEFT - 8, y), f"{k} KV", "end"))
     for t in range(0, steps, every(pitch, 24)):
-        marks.append(
-            line(complex(LEFT + pitch * t, TOP), complex(LEFT + pitch * t, foot), stroke=PALE)
-        )
+        marks.append(gridline(complex(LEFT + pitch * t, TOP), complex(LEFT + pitch * t, foot)))
         marks.append(small(complex(LEFT + pitch * (t + 0.5), foot + 13), str(t)))
     marks.append(small(complex(LEFT + wide / 2, foot + 32), "step"))
     return Drawing(LEFT + wide, foot + 44, marks)

@@ -1,7 +1,7 @@
 """Marks as plotly JSON, without plotly: shown with tool tips and, for frames, a slider and a play button.
 
-Marks of one look share a trace. Traces lie in the order in which their looks first appear, so a picture
-lists what is below first, look by look; texts lie on top.
+Marks of one layer and look share a trace. In a layer, traces lie in the order in which their looks first
+appear, so that a look does not belong above one thing and below another; texts lie on top.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def _tips(marks: list[Mark]) -> Trace:
 def traces(marks: list[Mark]) -> list[Trace]:
     """The traces of a drawing."""
     looks: dict[tuple[Any, ...], list[Mark]] = {}
-    for m in marks:
+    for m in sorted(marks, key=lambda m: m.layer):
         if m.shape != "text":
             size = m.size if m.shape == "disc" else 0
             closed = {"rect": "shape"}.get(m.shape, m.shape)
-            key = (closed, m.fill, m.stroke, m.width, m.dash, size)
+            key = (m.layer, closed, m.fill, m.stroke, m.width, m.dash, size)
             looks.setdefault(key, []).append(m)
     found = []
-    for (shape, fill, stroke, width, dash, _), some in looks.items():
+    for (_, shape, fill, stroke, width, dash, _), some in looks.items():
         if shape == "disc":
             found.append(_discs(some))
             continue

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .colours import PALE, SOFT
+from .colours import SOFT
 from .figure import Figure
-from .marks import INNER, Drawing, Marks, disc, fit, line, number, rect, small, stack, text
+from .marks import INNER, Drawing, Marks, disc, fit, gridline, number, rect, small, stack, text
 from .timeline import seconds, ticks
 
 How = Literal["measured", "modelled", "quoted", "counted"]
@@ -134,7 +134,7 @@ def _panel(rows: list[tuple[str, list[float]]], view: View) -> Drawing:
     marks: Marks = [text(8j, view.title, size=16, anchor="start", bold=True)]
     for tick in ticks(last):
         x = NAMES + tick * scale
-        marks.append(line(complex(x, 34), complex(x, foot), stroke=PALE))
+        marks.append(gridline(complex(x, 34), complex(x, foot)))
         marks.append(small(complex(x, foot + 12), show(tick, view.unit)))
     for i, (label, values) in enumerate(rows):
         y, most = 40 + ROW * (i + 0.5), middle(values)

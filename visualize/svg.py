@@ -80,7 +80,7 @@ def element(m: Mark) -> str:
 def document(drawing: Drawing, title: str, desc: str) -> str:
     """An SVG file with its title and text alternative."""
     width, height = f"{drawing.width:.0f}", f"{drawing.height:.0f}"
-    body = "\n".join(map(element, drawing.marks))
+    body = "\n".join(map(element, sorted(drawing.marks, key=lambda m: m.layer)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" fill="{INK}" text-anchor="middle" '

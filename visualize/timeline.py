@@ -14,9 +14,23 @@ import numpy as np
 
 from tasp_core.timeline import Timeline
 
-from .colours import PALE, SOFT, colour
+from .colours import SOFT, colour
 from .figure import Figure, few_enough
-from .marks import INNER, Drawing, Marks, every, fit, legend, line, number, rect, small, stack, text
+from .marks import (
+    INNER,
+    Drawing,
+    Marks,
+    every,
+    fit,
+    gridline,
+    legend,
+    line,
+    number,
+    rect,
+    small,
+    stack,
+    text,
+)
 
 LEFT, RIGHT, TOP = 64.0, 150.0, 56.0
 SEND, WAIT = "#9A9A9A", "#F6E3D7"
@@ -54,7 +68,13 @@ def _bars(spans: np.ndarray, per_px: float) -> list[tuple[float, float, int, int
 def _row(times: Timeline, rank: int, y: float, high: float, scale: float) -> Marks:
     """A rank's compute and communication."""
     marks = [
-        rect(complex(LEFT, y), complex(times.total_s * scale, 0.6 * high), fill=WAIT, name="wait")
+        rect(
+            complex(LEFT, y),
+            complex(times.total_s * scale, 0.6 * high),
+            fill=WAIT,
+            name="wait",
+            layer=-1,
+        )
     ]
     lanes = (
         (times.compute, y, 0.6 * high, colour(rank), "compute"),
@@ -89,7 +109,7 @@ def _panel(label: str, times: Timeline, last: float) -> Drawing:
     marks.append(small(complex(LEFT + wide + 12, TOP - 12), "not computing", "start"))
     for tick in ticks(last):
         x = LEFT + tick * scale
-        marks.append(line(complex(x, TOP - 4), complex(x, foot + 4), stroke=PALE))
+        marks.append(gridline(complex(x, TOP - 4), complex(x, foot + 4)))
         marks.append(small(complex(x, foot + 14), seconds(tick)))
     for rank in range(n):
         y = TOP + rank * high
@@ -99,7 +119,7 @@ def _panel(label: str, times: Timeline, last: float) -> Drawing:
             share = f"{waits[rank]:.0%}"
             marks.append(small(complex(LEFT + wide + 12, y + high / 2), share, "start"))
     x = LEFT + times.total_s * scale
-    marks.append(line(complex(x, TOP - 6), complex(x, foot + 4), stroke=SOFT, width=1.5))
+    marks.append(line(complex(x, TOP - 6), complex(x, foot + 4), stroke=SOFT, width=1.5, layer=1))
     return Drawing(INNER, foot + 26, marks)
 
 

@@ -32,7 +32,6 @@ VIEWS = ("hops", "tiles")
 MACHINES = ("mi300x", "h100", "a100_pcie", "mi300xx2", "h100x2", "h100x4", "mesh4x2")
 CANDIDATES = ("ring", "tasp", "wave", "all_gather")
 MOST_ROWS = 16  # ranks of which a timeline is drawn, too
-WRAP = ip.Layout(flex_flow="row wrap")
 
 
 class Explorer(ip.VBox):
@@ -50,7 +49,8 @@ class Explorer(ip.VBox):
         self.error = ""
         for control in controls.values():
             control.observe(self.update, "value")
-        super().__init__([ip.HBox([*controls.values(), *extra], layout=WRAP), self.area])
+        row = ip.HBox([*controls.values(), *extra], layout=ip.Layout(flex_flow="row wrap"))
+        super().__init__([row, self.area])
         self.update()
 
     def update(self, change: Any = None) -> None:
