@@ -21,8 +21,9 @@ from .program import Program
 from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules
+from .simulate import Timeline, simulate
 from .support import supports
-from .topology import Machine, cut_bound, machine
+from .topology import Bus, Machine, cut_bound, machine
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _TENSOR_NAMES = {
 }
 
 __all__ = [
+    "Bus",
     "Documents",
     "Explanation",
     "LayoutError",
@@ -48,6 +50,7 @@ __all__ = [
     "RankError",
     "Report",
     "Rings",
+    "Timeline",
     "TopologyError",
     "TransportError",
     "attention",
@@ -61,6 +64,7 @@ __all__ = [
     "machine",
     "plan",
     "schedules",
+    "simulate",
     "supports",
     *_TENSOR_NAMES,
 ]

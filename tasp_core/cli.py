@@ -1,4 +1,4 @@
-"""The command line: demo, rings, plan, check, run, bench, doctor; every one takes --json.
+"""The command line: demo, rings, plan, check, simulate, run, bench, doctor; every one takes --json.
 
 Exit codes: 0 fine, 1 a result is wrong, 2 the question was. Commands that need tensors import them
 when they run, so that planning works and stays quick on machines without torch.
@@ -6,7 +6,6 @@ when they run, so that planning works and stays quick on machines without torch.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,77 +13,37 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from . import predict
 from .check import check as prove
-from .documents import Documents
 from .errors import PlanError
 from .explain import explain
-from .layout import layouts
+from .options import (
+    Docs,
+    Dtype,
+    Full,
+    HeadDim,
+    Heads,
+    Intra,
+    Json,
+    KvHeads,
+    LayoutName,
+    MachineName,
+    Options,
+    Ranks,
+    ScheduleName,
+    Window,
+    plan_from,
+    show,
+)  # fmt: skip
 from .plan import Plan
-from .plan import plan as make_plan
 from .report import Report
 from .rings import decompose
-from .schedules import schedules
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Sequence-parallel attention as data: plan it, prove it, run it.",
 )  # fmt: skip
 console = Console(highlight=False, soft_wrap=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Ranks = Annotated[int, typer.Option(help="Degree of sequence parallelism.")]
-Docs = Annotated[str, typer.Option(help="Document lengths in tokens, e.g. 137,2041,89 or 512x8.")]
-ScheduleName = Annotated[str, typer.Option("--schedule", help=", ".join(schedules()))]
-LayoutName = Annotated[str, typer.Option("--layout", help=", ".join(layouts()))]
-MachineName = Annotated[
-    str | None, typer.Option(help="mi300x, h100, meshN, each with xU for U nodes, or a JSON file.")
-]
-Options = Annotated[
-    str, typer.Option("--options", help="Schedule options, e.g. blocks=15,twins=14.")
-]
-Intra = Annotated[int, typer.Option(help="Ranks a Ulysses group: heads are divided inside it.")]
-Heads = Annotated[int, typer.Option(help="Query heads.")]
-KvHeads = Annotated[int, typer.Option(help="Key/value heads.")]
-HeadDim = Annotated[int, typer.Option(help="Head dim of q, k and v.")]
-Full = Annotated[bool, typer.Option("--full", help="Full mask instead of causal.")]
-Window = Annotated[
-    int | None, typer.Option(help="Sliding window in tokens, a token's own one too.")
-]
-
-
-def lengths(text: str) -> list[int]:
-    """Document lengths from "137,2041,89" or "512x8" (eight of 512).
-
-    >>> lengths("3,2x2")
-    [3, 2, 2]
-    """
-    result: list[int] = []
-    for item in filter(None, text.replace(" ", "").split(",")):
-        size, _, times = item.partition("x")
-        if not (size.isdigit() and (times.isdigit() or "x" not in item)):
-            raise PlanError(f"cannot read document length {item!r}; write 137 or 512x8")
-        result += [int(size)] * int(times or 1)
-    return result
-
-
-def _options(text: str) -> dict[str, Any]:
-    pairs = (item.partition("=") for item in filter(None, text.replace(" ", "").split(",")))
-    return {key: int(value) if value.isdigit() else value for key, _, value in pairs}
-
-
-def _plan(
-    docs: str, ranks: int, schedule: str, layout: str, machine: str | None, options: str, full: bool,
-    window: int | None, intra: int,
-) -> Plan:  # fmt: skip
-    row = Documents.of(lengths(docs), causal=not full, window=window)
-    return make_plan(
-        row, ranks, schedule=schedule, layout=layout, machine=machine, intra=intra,
-        schedule_options=_options(options),
-    )  # fmt: skip
-
-
-def _show(data: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(data) + "\n")
 
 
 def _report(report: Report) -> dict[str, Any]:
@@ -104,7 +63,7 @@ def rings(
     """Split the complete digraph on N ranks into Hamiltonian cycles, and prove it."""
     found = decompose(n).verify()
     if json_:
-        _show({"n": n, "fold": found.fold, "cycles": found.cycles})
+        show({"n": n, "fold": found.fold, "cycles": found.cycles})
         return
     console.print(
         f"{len(found)} rings on {n} ranks use each of {n * (n - 1)} links "
@@ -128,12 +87,12 @@ def plan_command(
     heads: Heads = 8,
     kv_heads: KvHeads = 2,
     head_dim: HeadDim = 64,
-    dtype: Annotated[str, typer.Option(help="Of the tensors, for bytes.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     backward: Annotated[bool, typer.Option("--backward", help="Show the backward table.")] = False,
     json_: Json = False,
 ) -> None:
     """Print a plan: its table of hops and what it costs each rank, or with --json the plan itself."""
-    p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
+    p = plan_from(docs, ranks, schedule, layout, machine, options, full, window, intra)
     if json_:
         sys.stdout.write(p.to_json() + "\n")
         return
@@ -166,17 +125,17 @@ def check(
             raise PlanError(f"no plan file {str(file)!r}; write one with: plan --json > FILE")
         p = Plan.from_json(file.read_text())
     else:
-        p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
+        p = plan_from(docs, ranks, schedule, layout, machine, options, full, window, intra)
     try:
         report = prove(p)
     except PlanError as error:
         if json_:
-            _show({"ok": False, "error": str(error)})
+            show({"ok": False, "error": str(error)})
         else:
             console.print(f"WRONG: {error}")
         raise typer.Exit(1) from None
     if json_:
-        _show({"ok": True, **_report(report)})
+        show({"ok": True, **_report(report)})
     else:
         console.print(f"{p.summary()}\n{report}")
 
@@ -207,12 +166,12 @@ def run(
     kind = getattr(torch, dtype, None)
     if kind not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise PlanError(f"dtype {dtype!r} is not one of float32, bfloat16, float16, float64")
-    p = _plan(docs, ranks, schedule, layout, machine, options, full, window, intra)
+    p = plan_from(docs, ranks, schedule, layout, machine, options, full, window, intra)
     inputs = Inputs.random(p.docs.total, heads, kv_heads, head_dim, dtype=kind)
     errors, seconds = verify(p, inputs, kernel=kernel)
     sent = sent_bytes(p, heads, kv_heads, head_dim, kind)
     if json_:
-        _show({**as_dict(errors), "seconds": seconds, "bytes_sent": sent})
+        show({**as_dict(errors), "seconds": seconds, "bytes_sent": sent})
     else:
         console.print(p.summary())
         for name, error in errors.ours.items():
@@ -265,7 +224,7 @@ def bench(
     if out is not None:
         write(out, what, **result)
     if json_:
-        _show(result)
+        show(result)
     raise typer.Exit(0 if result["right"] else 1)
 
 
@@ -276,13 +235,16 @@ def doctor(json_: Json = False) -> None:
 
     found = examine()
     if json_:
-        _show(found)
+        show(found)
     else:
         for key, value in found.items():
             console.print(f"{key}:")
             for name, text in value.items():
                 console.print(f"  {name:<12} {text}")
     raise typer.Exit(0 if found["ranks"]["ping"].startswith("ok") else 1)
+
+
+app.command("simulate")(predict.simulate_command)
 
 
 def main() -> None:

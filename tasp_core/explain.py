@@ -89,9 +89,8 @@ class RowBytes(NamedTuple):
     found: tuple[int, int]
 
     @classmethod
-    def of(cls, heads: int, kv_heads: int, head_dim: int, dtype: str) -> RowBytes:
-        """Of q, k and v with equal head dims."""
-        item = BYTES[dtype]
+    def of(cls, heads: int, kv_heads: int, head_dim: int, item: int) -> RowBytes:
+        """Of q, k and v with equal head dims and elements of `item` bytes."""
         wide, lse = max(4, item), max(4, item)
         q, kv = heads * head_dim, 2 * kv_heads * head_dim
         guest = 3 * q * item + heads * lse  # q, dout, out, and lse
@@ -154,7 +153,7 @@ def explain(
         passes = [lower(plan.inner, group, backward=b) for b in (False, True)]
         members = np.diff(plan.member_tokens(group)).tolist()
         for member, (tokens, own) in enumerate(zip(members, parts, strict=True)):
-            row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, name)
+            row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, BYTES[name])
             q = (heads // plan.intra) * head_dim * BYTES[name]
             kv_sizes = {h: 2 * (h.kv_high - h.kv_low) * head_dim * BYTES[name] for h in parts}
             others = (

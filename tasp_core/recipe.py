@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,4 +86,18 @@ def between_groups(machine: Machine, intra: int) -> Machine:
         raise PlanError(
             f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}; use one of {fit}"
         )
-    return replace(machine, name=f"{machine.name}/{intra}", node_size=m // intra)
+    name = f"{machine.name}/{intra}"
+    if machine.plain:
+        return replace(machine, name=name, node_size=m // intra)
+    # members of a group work side by side: the slowest one's link or NIC is their group's
+    slowest: dict[str, float] = {}
+    for resource, gbps in machine.overrides:
+        group = re.sub(r"\d+", lambda r: str(int(r[0]) // intra), resource)
+        ends = set(re.findall(r"\d+", group))
+        if not resource.startswith("bus") and len(ends) > resource.startswith("link"):
+            slowest[group] = min(gbps, slowest.get(group, gbps))
+    nic_gbps = machine.nic_gbps * (machine.nics or m) / m
+    return replace(
+        machine, name=name, node_size=m // intra, nic_gbps=nic_gbps, nics=0, buses=(),
+        overrides=tuple(slowest.items()),
+    )  # fmt: skip

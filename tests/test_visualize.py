@@ -17,7 +17,7 @@ import pytest
 from tasp_core import Plan, check, plan
 from visualize import balance, links, rings
 from visualize.__main__ import main
-from visualize.svg import colour, ramp
+from visualize.colours import colour, ramp
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASES = [("ring", 1, None), ("ring", 7, None), *(("tasp", n, None) for n in (2, 4, 5, 8, 20))]
@@ -51,20 +51,17 @@ def texts(root: ET.Element) -> list[ET.Element]:
 Box = namedtuple("Box", "left top right bottom text")
 
 
-def text_boxes(e: ET.Element, x: float = 0, y: float = 0) -> list[Box]:
-    """Where all upright texts stand, translations added up, widths on the safe side."""
+def text_boxes(e: ET.Element) -> list[Box]:
+    """Where all upright texts stand, widths on the safe side."""
     move = e.get("transform", "")
     if "rotate" in move:
         return []
-    if found := re.match(r"translate\((\S+) (\S+)\)", move):
-        x, y = x + float(found[1]), y + float(found[2])
     if e.tag != SVG + "text":
-        return [box for child in e for box in text_boxes(child, x, y)]
+        return [box for child in e for box in text_boxes(child)]
     size, words = float(e.get("font-size", 0)), e.text or ""
     wide = len(words) * size * (0.62 if e.get("font-weight") == "700" else 0.56)
-    part = {"start": 0, "middle": 0.5, "end": 1}[e.get("text-anchor", "")]
-    left = x + float(e.get("x", 0)) - part * wide
-    foot = y + float(e.get("y", 0))
+    part = {"start": 0, "middle": 0.5, "end": 1}[e.get("text-anchor", "middle")]
+    left, foot = float(e.get("x", 0)) - part * wide, float(e.get("y", 0))
     return [Box(left, foot - 0.75 * size, left + wide, foot + 0.05 * size, words)] if words else []
 
 
@@ -72,7 +69,7 @@ def text_boxes(e: ET.Element, x: float = 0, y: float = 0) -> list[Box]:
 def test_no_two_texts_overlap(case):
     p = make(*case)
     pair = [("long label " * 9, p), ("two", make("ring", 8, "mesh4x2", "contiguous"))]
-    for svg in (rings(p), links(pair), balance(pair)):
+    for svg in (rings(p).svg, links(pair).svg, balance(pair).svg):
         boxes = sorted(text_boxes(ET.fromstring(svg)))
         for i, a in enumerate(boxes):
             for b in boxes[i + 1 :]:
@@ -84,7 +81,7 @@ def test_no_two_texts_overlap(case):
 @EVERY
 def test_every_picture_is_xml_with_alt_text_and_nothing_outside(case):
     p = make(*case)
-    for svg in (rings(p), links([("a", p)]), balance(p)):
+    for svg in (rings(p).svg, links([("a", p)]).svg, balance(p).svg):
         root = ET.fromstring(svg)
         assert root.get("role") == "img"
         assert [child.tag for child in root[:2]] == [SVG + "title", SVG + "desc"]
@@ -102,7 +99,7 @@ def test_every_picture_is_xml_with_alt_text_and_nothing_outside(case):
 @pytest.mark.parametrize("case", [("ring", 8), ("tasp", 4), ("tasp", 5), ("tasp", 8)])
 def test_ring_arrows_are_the_arcs_of_the_rings(case):
     p = make(*case)
-    found = [link_of(a) for a in named(ET.fromstring(rings(p)), "arrow")]
+    found = [link_of(a) for a in named(ET.fromstring(rings(p).svg), "arrow")]
     wanted = [arc for c in p.schedule.rings.cycles for arc in pairwise((*c, c[0]))]
     assert found == wanted
 
@@ -111,7 +108,7 @@ def test_ring_arrows_are_the_arcs_of_the_rings(case):
 @pytest.mark.parametrize("schedule", ["wave", "all_gather"])
 def test_step_arrows_are_the_hops_of_the_step(schedule, machine):
     p = make(schedule, 8, machine)
-    root, hops = ET.fromstring(rings(p, max_rings=99)), p.hops()
+    root, hops = ET.fromstring(rings(p, max_rings=99).svg), p.hops()
     steps: list[set[tuple[int, int]]] = [set() for _ in range(p.schedule.num_steps())]
     for t, *link in zip(*(c.tolist() for c in hops[:3]), strict=True):
         steps[t].add(tuple(link))
@@ -129,28 +126,28 @@ def test_step_arrows_are_the_hops_of_the_step(schedule, machine):
 
 
 def test_max_rings_limits_panels_and_says_so():
-    svg = rings(Plan.from_json(make("tasp", 8).to_json()), max_rings=2)
+    svg = rings(Plan.from_json(make("tasp", 8).to_json()), max_rings=2).svg
     assert svg.count('class="arrow"') == 16
     assert "Shown: the first 2 of 7 rings" in svg
-    assert "Shown" not in rings(make("tasp", 8))
+    assert "Shown" not in rings(make("tasp", 8)).svg
 
 
 def test_nodes_are_boxes_with_names_and_framed_links():
     p, flat = make("tasp_rails", 8, "mesh4x2"), make("tasp", 8)
-    root = ET.fromstring(rings(p, max_rings=1))
+    root = ET.fromstring(rings(p, max_rings=1).svg)
     assert len(named(root, "node")) == 2
     assert {"node 0", "node 1"} <= {t.text for t in texts(root)}
-    assert not named(ET.fromstring(rings(flat)), "node")
-    framed = ET.fromstring(links([("w", p)]))
+    assert not named(ET.fromstring(rings(flat).svg), "node")
+    framed = ET.fromstring(links([("w", p)]).svg)
     assert len(named(framed, "inside")) == 2
     assert framed[0].text == "w uses all 24 links inside nodes and all 8 NICs"
-    assert not named(ET.fromstring(links([("w", flat)])), "inside")
+    assert not named(ET.fromstring(links([("w", flat)]).svg), "inside")
 
 
 @EVERY
 def test_heat_map_numbers_are_the_hops_over_shares(case):
     p = make(*case)
-    n, hops, root = p.ranks, p.hops(), ET.fromstring(links([("x", p)]))
+    n, hops, root = p.ranks, p.hops(), ET.fromstring(links([("x", p)]).svg)
     kv = np.bincount(hops.src * n + hops.dst, minlength=n * n) / p.schedule.num_shares
     wanted = {(a, b): f"{kv[a * n + b]:.3g}" for a, b in permutations(range(n), 2)}
     assert [tip(c) for c in named(root, "cell")] == [
@@ -161,13 +158,13 @@ def test_heat_map_numbers_are_the_hops_over_shares(case):
 
 def test_bars_are_the_busy_links_of_each_step():
     for p in (make("ring", 8), make("tasp", 8)):
-        bars = [tip(b) for b in named(ET.fromstring(links([("x", p)])), "bar")]
+        bars = [tip(b) for b in named(ET.fromstring(links([("x", p)]).svg), "bar")]
         assert bars == [f"step {t}: {check(p).busy:.1%} busy" for t in range(7)]
 
 
 def test_links_share_one_scale_and_one_panel_where_traffic_is_equal():
     pairs = [("Ring", make("ring", 8, layout="contiguous")), ("Zigzag-Ring", make("ring", 8))]
-    root = ET.fromstring(links([*pairs, ("TASP", make("tasp", 8))]))
+    root = ET.fromstring(links([*pairs, ("TASP", make("tasp", 8))]).svg)
     assert root[0].text == "Ring uses 8 of 56 links; TASP uses all 56 links, equally"
     assert "Ring, Zigzag-Ring" in {t.text for t in texts(root)}
     cells = named(root, "cell")
@@ -176,15 +173,15 @@ def test_links_share_one_scale_and_one_panel_where_traffic_is_equal():
 
 
 def test_a_collective_is_not_called_a_user_of_all_links():
-    title = ET.fromstring(links([("g", make("all_gather", 8)), ("r", make("ring", 8))]))[0].text
+    title = ET.fromstring(links([("g", make("all_gather", 8)), ("r", make("ring", 8))]).svg)[0].text
     assert title == "r uses 8 of 56 links"
-    assert "the library picks the routes" in links([("g", make("all_gather", 8))])
+    assert "the library picks the routes" in links([("g", make("all_gather", 8))]).svg
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_balance_bars_are_the_work_of_check(layout):
     p = make("ring", 5, layout=layout)
-    report, root = check(p), ET.fromstring(balance([("x", p)]))
+    report, root = check(p), ET.fromstring(balance([("x", p)]).svg)
     found = np.zeros_like(report.work)
     foot = [set() for _ in range(5)]
     for bar in named(root, "work"):
@@ -199,7 +196,7 @@ def test_balance_bars_are_the_work_of_check(layout):
 
 
 def test_balance_names_bare_plans():
-    assert balance(make("tasp", 4)) == balance([("tasp, zigzag", make("tasp", 4))])
+    assert balance(make("tasp", 4)).svg == balance([("tasp, zigzag", make("tasp", 4))]).svg
 
 
 def test_no_plan_and_too_many_ranks_are_refused():
@@ -207,13 +204,13 @@ def test_no_plan_and_too_many_ranks_are_refused():
         with pytest.raises(ValueError, match="at least one"):
             draw([])
     p = make("ring", 129)
-    for draw in (rings, balance, lambda p: links([("x", p)])):
+    for draw in (rings, balance, lambda p: links([("x", p)]).svg):
         with pytest.raises(ValueError, match="at most 128"):
             draw(p)
 
 
 def test_labels_are_escaped():
-    svg = links([('<&">\x00', make("ring", 3))])
+    svg = links([('<&">\x00', make("ring", 3))]).svg
     assert '<&">?' in {t.text for t in texts(ET.fromstring(svg))}
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tasp_core import Plan
 
-from .links import figure as links_figure
-from .rings import figure as rings_figure
-from .svg import document
+from .figure import Figure, together
+from .links import links
+from .rings import rings
 
 SCHEMA, KIND, STAR = 1, "demo", "Zigzag-TASP"
 
@@ -53,12 +53,12 @@ def read(path: Path) -> list[tuple[str, Plan]]:
     return plans
 
 
-def picture(plans: Sequence[tuple[str, Plan]]) -> str:
+def picture(plans: Sequence[tuple[str, Plan]]) -> Figure:
     """The rings of the plan to look at first, if there is one, above the links of all."""
     star = [pair for pair in plans if pair[0] == STAR]
     star += [pair for pair in plans if pair[1].schedule.name == "tasp"]
-    above = [rings_figure(plan, label=label) for label, plan in star[:1]]
-    return document([*above, links_figure(plans)])
+    above = [rings(plan, label=label) for label, plan in star[:1]]
+    return together([*above, links(plans)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, required=True, help="SVG file to write")
     args = parser.parse_args(argv)
     try:
-        args.out.write_text(picture(read(args.result)), encoding="utf-8")
+        picture(read(args.result)).save(args.out)
     except (OSError, ValueError) as error:
         print(f"nothing drawn: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

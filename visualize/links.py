@@ -1,6 +1,6 @@
 """Links: how much KV each directed link carries, and how many links work in each step.
 
-    links([("Ring", plan_a), ("TASP", plan_b)]) -> SVG text
+    links([("Ring", plan_a), ("TASP", plan_b)]) -> Figure
 
 A panel: senders down, receivers across, one colour scale for all panels; beside it a bar a step.
 Plans that load the links alike (say, one schedule under several layouts) share a panel.
@@ -9,26 +9,26 @@ Plans that load the links alike (say, one schedule under several layouts) share 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from tasp_core import Plan
 
-from .svg import (
-    ACCENT,
-    INK,
-    PALE,
-    SOFT,
+from .colours import ACCENT, INK, PALE, SOFT, ink, ramp
+from .figure import Figure, Plans, named
+from .marks import (
     Drawing,
-    Figure,
-    document,
+    Marks,
+    beside,
+    every,
     fit,
     grid,
-    ink,
     line,
     number,
-    ramp,
     rect,
+    scale,
+    small,
     span,
     stack,
     text,
@@ -56,102 +56,99 @@ def _size(traffic: Traffic) -> float:
     return min(48.0, SIDE / len(traffic.kv))
 
 
-def _cell(traffic: Traffic, src: int, dst: int, most: float) -> str:
+def _cell(traffic: Traffic, src: int, dst: int, most: float) -> Marks:
     """One link: its colour and, for few ranks, its number."""
     n, kv, size = len(traffic.kv), float(traffic.kv[src, dst]), _size(traffic)
     at, box = complex(LEFT + size * dst, TOP + size * src), complex(size, size)
     if src == dst:
-        return rect(at, box, fill="#CFCFCF", stroke="#FFFFFF")
+        return [rect(at, box, fill="#CFCFCF", stroke="#FFFFFF")]
     tip = f"{src} to {dst}: {number(kv)} KV" if n <= 32 else ""
     fill = ramp(kv / most) if kv else "#FFFFFF"
-    mark = rect(at, box, fill=fill, stroke=PALE, name="cell", tip=tip)
+    marks = [rect(at, box, fill=fill, stroke=PALE, name="cell", tip=tip)]
     if n <= FEW:
         shade = ink(fill) if kv else "#8C8C8C"
-        mark += text(at + box / 2, number(kv), size=13, fill=shade, name="kv")
-    return mark
+        marks.append(text(at + box / 2, number(kv), size=13, fill=shade, name="kv"))
+    return marks
 
 
-def _frames(traffic: Traffic) -> str:
+def _frames(traffic: Traffic) -> Marks:
     """Dashed round links between nodes, solid round the links inside each."""
     n, size, at = len(traffic.kv), _size(traffic), complex(LEFT, TOP)
     side = n * size
     if not traffic.crossing.any():
-        return rect(at, complex(side, side), stroke="#999999")
-    m = int(np.argmax(traffic.crossing[0]))
+        return [rect(at, complex(side, side), stroke="#999999", layer=1)]
+    starts = np.flatnonzero(np.diagonal(traffic.crossing, 1)) + 1
+    cuts = [0, *starts.tolist(), n]
     marks = []
-    for cut in range(0, n + 1, m):
+    for cut in cuts:
         for a, b in (
             (cut * size, complex(cut * size, side)),
             (1j * cut * size, complex(side, cut * size)),
         ):
-            marks.append(line(at + a, at + b, stroke=ACCENT, width=2, dash=DASH))
-    for node in range(0, n, m):
-        corner = at + complex(node, node) * size
-        marks.append(rect(corner, complex(m, m) * size, stroke=INK, width=2, name="inside"))
-    return "".join(marks)
+            marks.append(line(at + a, at + b, stroke=ACCENT, width=2, dash=DASH, layer=1))
+    for low, high in pairwise(cuts):
+        corner, box = at + complex(low, low) * size, complex(high - low, high - low) * size
+        marks.append(rect(corner, box, stroke=INK, width=2, name="inside", layer=1))
+    return marks
 
 
-def _heat(traffic: Traffic, most: float) -> str:
+def _heat(traffic: Traffic, most: float) -> Marks:
     """The heat map, its axes and frames."""
     n, size, at = len(traffic.kv), _size(traffic), complex(LEFT, TOP)
     marks = [
-        _cell(traffic, src, dst, most)
+        mark
         for src in range(n)
         for dst in range(n)
         if n <= 32 or traffic.kv[src, dst] or src == dst
+        for mark in _cell(traffic, src, dst, most)
     ]
-    marks.append(_frames(traffic))
-    every = next(k for k in (1, 2, 4, 8, 16, 32) if k * size >= 20)
-    for rank in range(0, n, every):
+    marks += _frames(traffic)
+    for rank in range(0, n, every(size, 20)):
         along = size * (rank + 0.5)
-        marks.append(text(at + complex(along, -11), str(rank), size=13, fill=SOFT))
-        marks.append(text(at + complex(-8, along), str(rank), size=13, anchor="end", fill=SOFT))
-    marks.append(text(at + complex(max(n * size / 2, 25), -29), "to rank", size=13, fill=SOFT))
-    turn = f"translate({LEFT - 40:.1f} {TOP + max(n * size / 2, 32):.1f}) rotate(-90)"
-    marks.append(f'<g transform="{turn}">{text(0j, "from rank", size=13, fill=SOFT)}</g>')
-    return "".join(marks)
+        marks.append(small(at + complex(along, -11), str(rank)))
+        marks.append(small(at + complex(-8, along), str(rank), "end"))
+    marks.append(small(at + complex(max(n * size / 2, 25), -29), "to rank"))
+    middle = complex(LEFT - 40, TOP + max(n * size / 2, 32))
+    marks.append(text(middle, "from rank", size=13, fill=SOFT, turn=-90))
+    return marks
 
 
-def _bars(traffic: Traffic, left: float, wide: float) -> str:
+def _bars(traffic: Traffic, left: float, wide: float) -> Marks:
     """A bar for each step; outlines where a library decides what is really busy."""
     foot, steps = TOP + BARS, len(traffic.busy)
     pitch = min(40.0, wide / steps)
-    every = next(k for k in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if k * pitch >= 22)
     fill, stroke, dash = ("none", SOFT, "3 3") if traffic.collective else (SOFT, "none", "")
     marks = []
     for step, busy in enumerate(traffic.busy.tolist()):
         at = complex(left + pitch * (step + 0.12), foot - busy * BARS)
         box, tip = complex(0.76 * pitch, busy * BARS), f"step {step}: {busy:.1%} busy"
         marks.append(rect(at, box, fill=fill, stroke=stroke, dash=dash, name="bar", tip=tip))
-        if step % every == 0:
-            at = complex(left + pitch * (step + 0.5), foot + 13)
-            marks.append(text(at, str(step), size=13, fill=SOFT))
-    return "".join(marks)
+        if step % every(pitch, 22) == 0:
+            marks.append(small(complex(left + pitch * (step + 0.5), foot + 13), str(step)))
+    return marks
 
 
-def _strip(traffic: Traffic) -> str:
+def _strip(traffic: Traffic) -> Marks:
     """The share of links and NICs busy in each step, and its summary."""
     edge = LEFT + SIDE + 24
     left, wide, foot, steps = edge + 40, PANEL - edge - 46, TOP + BARS, len(traffic.busy)
     if not steps:
-        return ""
-    head = "links busy in each step"
-    marks = [text(complex(edge, TOP - 29), head, size=13, anchor="start", fill=SOFT)]
+        return []
+    marks = [small(complex(edge, TOP - 29), "links busy in each step", "start")]
     for part in (0, 0.5, 1):
         y = foot - part * BARS
-        marks.append(line(complex(left, y), complex(left + wide, y), stroke="#BBBBBB"))
-        marks.append(text(complex(left - 6, y), f"{part:.0%}", size=13, anchor="end", fill=SOFT))
-    marks.append(_bars(traffic, left, wide))
-    marks.append(text(complex(left + wide / 2, foot + 32), "step", size=13, fill=SOFT))
+        marks.append(line(complex(left, y), complex(left + wide, y), stroke="#BBBBBB", layer=-1))
+        marks.append(small(complex(left - 6, y), f"{part:.0%}", "end"))
+    marks += _bars(traffic, left, wide)
+    marks.append(small(complex(left + wide / 2, foot + 32), "step"))
     mean = f"{span(100 * traffic.busy.min(), 100 * traffic.busy.max())} % busy"
     if traffic.collective:
         mean = "if sent directly"
-    marks.append(text(complex(edge, foot + 62), mean, anchor="start", weight=700))
+    marks.append(text(complex(edge, foot + 62), mean, anchor="start", bold=True))
     many = "1 step of" if steps == 1 else f"{steps} steps, each"
     for row, words in enumerate((f"{many} at most", f"{traffic.step_kv} KV over a link")):
-        at = complex(edge, foot + 82 + 18 * row)
-        marks.append(text(at, words, size=13, anchor="start", fill=SOFT))
-    return "".join(marks)
+        marks.append(small(complex(edge, foot + 82 + 18 * row), words, "start"))
+    return marks
 
 
 def _panel(labels: tuple[str, ...], traffic: Traffic, most: float) -> Drawing:
@@ -159,34 +156,26 @@ def _panel(labels: tuple[str, ...], traffic: Traffic, most: float) -> Drawing:
     what = traffic.amounts()
     if traffic.collective:
         what = "one library call, drawn as direct sends; the library picks the routes"
-    name = fit(", ".join(labels), PANEL, size=16, weight=700)
-    head = text(8j, name, size=16, anchor="start", weight=700)
-    head += text(30j, fit(what, PANEL, size=13), size=13, anchor="start", fill=SOFT)
+    name = fit(", ".join(labels), PANEL, size=16, bold=True)
+    marks = [text(8j, name, size=16, anchor="start", bold=True)]
+    marks.append(small(30j, fit(what, PANEL, size=13), "start"))
     high = max(len(traffic.kv) * _size(traffic), BARS + 110 if len(traffic.busy) else 64.0)
-    return Drawing(PANEL, TOP + high + 6, head + _heat(traffic, most) + _strip(traffic))
+    return Drawing(PANEL, TOP + high + 6, marks + _heat(traffic, most) + _strip(traffic))
 
 
 def _legend(most: float, between: bool) -> Drawing:
     """The colour scale and the meaning of frames."""
-    cells, size, start = 40, 5.0, 300.0
-    marks = [text(9j, "KV over a link in the whole forward pass:", size=13, anchor="start")]
-    for i in range(cells):
-        fill = ramp(i / (cells - 1))
-        marks.append(rect(complex(start + size * i, 1), complex(size + 0.5, 16), fill=fill))
-    for part in (0.0, 0.5, 1.0):
-        x = start + part * size * cells
-        marks.append(text(complex(x, 28), number(part * most), size=13, fill=SOFT))
-    x = start + size * cells + 36
-    keys = [(rect(complex(x, 1), 16 + 16j, fill="#CFCFCF"), "the rank itself")]
+    keys = [(rect(1j, 16 + 16j, fill="#CFCFCF"), "the rank itself")]
     if between:
-        one, two = complex(x + 150, 1), complex(x + 300, 1)
-        keys.append((rect(one, 16 + 16j, stroke=INK, width=2), "inside a node"))
-        dashed = rect(two, 16 + 16j, stroke=ACCENT, width=2, dash=DASH)
+        keys.append((rect(1j, 16 + 16j, stroke=INK, width=2), "inside a node"))
+        dashed = rect(1j, 16 + 16j, stroke=ACCENT, width=2, dash=DASH)
         keys.append((dashed, "between nodes (NICs)"))
-    for i, (mark, words) in enumerate(keys):
-        at = complex(x + 150 * i + 24, 9)
-        marks.append(mark + text(at, words, size=13, anchor="start"))
-    return Drawing(x + 150 * len(keys), 40, "".join(marks))
+    shown = [
+        Drawing(150, 20, [mark, text(24 + 9j, words, size=13, anchor="start")])
+        for mark, words in keys
+    ]
+    amount = scale("KV over a link in the whole forward pass:", "0", number(most))
+    return beside([amount, *shown], gap=30)
 
 
 def headline(panels: Sequence[Named]) -> str:
@@ -205,16 +194,26 @@ def headline(panels: Sequence[Named]) -> str:
     return "; ".join(f"{who[0]} uses {t.usage()}{', equally' * t.even}" for who, t in ends)
 
 
-def figure(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """The figure that `links` draws."""
-    if not plans:
-        raise ValueError("links needs at least one (label, plan), got none")
-    panels = merge(plans)
+def links(plans: Plans) -> Figure:
+    """Draw what each link carries under each plan.
+
+    Args:
+        plans: a plan, or several, each bare or with a label: (label, plan).
+
+    Raises:
+        ValueError: no plan, or more ranks than can be drawn.
+
+    >>> from tasp_core import plan
+    >>> links([("TASP", plan([64], 5))]).svg.count('class="cell"')
+    20
+    """
+    pairs = named(plans)
+    panels = merge(pairs)
     most = max(float(t.kv.max()) for _, t in panels) or 1.0
     between = any(bool(t.crossing.any()) for _, t in panels)
     notes = "1 KV = the keys and values of one rank. "
     notes += "A cell is what the rank on its left sends the rank above it."
-    if len(panels) < len(plans):
+    if len(panels) < len(pairs):
         notes += " Plans that load the links alike, step by step, share a panel."
     if between:
         notes += " Inside a node each ordered pair of ranks has a link; each rank has one NIC."
@@ -224,16 +223,3 @@ def figure(plans: Sequence[tuple[str, Plan]]) -> Figure:
     drawn = grid([_panel(who, t, most) for who, t in panels], min(2, len(panels)), gap=20)
     body = stack([_legend(most, between), drawn], gap=14)
     return Figure(title, (notes,), desc + "; ".join(facts) + ".", body)
-
-
-def links(plans: Sequence[tuple[str, Plan]]) -> str:
-    """Draw what each link carries under each labelled plan, as SVG text.
-
-    Raises:
-        ValueError: no plan, or more ranks than can be drawn.
-
-    >>> from tasp_core import plan
-    >>> links([("TASP", plan([64], 5))]).count('class="cell"')
-    20
-    """
-    return document([figure(plans)])

@@ -1,16 +1,14 @@
 """Rings: ranks on a circle, arrows for hops; one panel a ring, or a step where there is no ring.
 
-    rings(plan) -> SVG text
+    rings(plan) -> Figure
 
 A ring schedule shows its rings: share i goes round ring i, whatever the step. Any other shows its
 steps; steps that use the same links alike share one panel. Opposite arrows keep to their right, so
-both are seen. Not shown: whose share a hop carries (see `print(plan)`).
+both are seen. Not shown: whose share a hop carries, see `hops(plan, step)`.
 """
 
 from __future__ import annotations
 
-import cmath
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,24 +16,13 @@ import numpy as np
 from tasp_core import Plan
 from tasp_core.schedules import RingSchedule
 
-from .svg import (
-    INK,
-    INNER,
-    SOFT,
-    Drawing,
-    Figure,
-    arrow,
-    colour,
-    document,
-    grid,
-    ink,
-    mix,
-    text,
-    unit,
-)
+from .colours import INK, colour, mix
+from .figure import Figure
+from .marks import INNER, Drawing, grid, small, text
+from .stage import Stage, between, discs, nodes, nodes_of, stage
 from .traffic import Traffic
 
-GAP, NAMED = 16, 11.0  # px: between panels; least radius of a disc with a number
+GAP = 16  # px between panels
 
 
 class Panel(NamedTuple):
@@ -45,42 +32,6 @@ class Panel(NamedTuple):
     detail: str
     arcs: np.ndarray
     hue: int
-
-
-class Stage(NamedTuple):
-    """Where ranks stand in a panel: node boxes, discs and arrows all start from here."""
-
-    side: float
-    radius: float
-    disc: float
-    places: tuple[complex, ...]
-    node_size: int
-
-    @property
-    def centre(self) -> complex:
-        """The middle of the circle."""
-        return complex(self.side / 2, self.side / 2)
-
-    @property
-    def named(self) -> bool:
-        """Whether discs have room for their rank."""
-        return self.disc >= NAMED
-
-
-def stage(plan: Plan, side: float) -> Stage:
-    """Ranks clockwise on a circle, from the top; a free place parts the nodes."""
-    n, m, u = plan.ranks, plan.machine.node_size, plan.machine.num_nodes
-    gap = int(u > 1)
-    margin = 34 if u == 1 else 60 if u in (2, 4) else 78 if u <= 16 else 40
-    slots, radius = n + gap * u, side / 2 - margin
-    turn = 2 * math.pi / slots
-    room = turn * radius  # a rank's; discs too small for a number are made smaller yet, for arrows
-    disc = min(14.0, 0.38 * room) if 0.38 * room >= NAMED else 0.27 * room
-    # one node: rank 0 on top; two or three: node 0 on top; more: nodes left and right of the top
-    first = -math.pi / 2 - gap * turn * ((m - 1) / 2 if u < 4 else -1)
-    angles = (first + turn * (rank + gap * (rank // m)) for rank in range(n))
-    middle = complex(side / 2, side / 2)
-    return Stage(side, radius, disc, tuple(middle + radius * cmath.exp(1j * a) for a in angles), m)
 
 
 def ring_panels(schedule: RingSchedule) -> list[Panel]:
@@ -104,7 +55,7 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
 
 def step_panels(plan: Plan) -> list[Panel]:
     """A panel for each run of steps with the same arcs, arrows in the colour of their sender."""
-    n, hops = plan.ranks, plan.hops()
+    n, hops = plan.inner.ranks, plan.hops()
     runs: list[tuple[int, int, np.ndarray]] = []
     for step in np.unique(hops.step).tolist():
         here = hops.step == step
@@ -118,82 +69,23 @@ def step_panels(plan: Plan) -> list[Panel]:
     return [Panel(*_step_words(a, b, arcs, shares), arcs, -1) for a, b, arcs in runs]
 
 
-def _box(a: complex, b: complex, s: Stage, pad: float) -> str:
-    """A rounded box round the places from a clockwise to b, and the chords between them."""
-    look = 'class="node" fill="#F2F2F2" stroke="#A8A8A8"'
-    if a == b:
-        return f'<circle {look} cx="{a.real:.1f}" cy="{a.imag:.1f}" r="{pad:.1f}"/>'
-    grow, inward = 1 + pad / s.radius, 1j * pad * unit(b - a)
-    corners = (s.centre + grow * (a - s.centre), s.centre + grow * (b - s.centre))
-    p, q, r, t = (f"{z.real:.1f} {z.imag:.1f}" for z in (*corners, b + inward, a + inward))
-    out, cap = (f"{x:.1f} {x:.1f} 0 0 1" for x in (s.radius + pad, pad))
-    return f'<path {look} d="M{p}A{out} {q}A{cap} {r}L{t}A{cap} {p}Z"/>'
-
-
-def _nodes(s: Stage) -> str:
-    """A box behind the ranks of each node, its name outside."""
-    marks, m, count = [], s.node_size, len(s.places) // s.node_size
-    pad = s.disc + min(8.0, 0.9 * s.disc)
-    for node in range(count if count > 1 else 0):
-        a, b = s.places[node * m], s.places[node * m + m - 1]
-        marks.append(_box(a, b, s, pad))
-        half = cmath.phase((b - s.centre) / (a - s.centre)) % (2 * math.pi) / 2
-        out = (a - s.centre) / s.radius * cmath.exp(1j * half)
-        anchor = "middle" if abs(out.real) < 0.3 else "start" if out.real > 0 else "end"
-        away = s.radius + pad + (10 if s.named else 26)
-        if count <= 16:
-            at = s.centre + away * out
-            marks.append(text(at, f"node {node}", size=13, anchor=anchor, fill=SOFT))
-    return "".join(marks)
-
-
-def _discs(s: Stage, hue: int) -> str:
-    """The ranks, numbered inside, or outside every few ranks where discs are small."""
-    n, marks = len(s.places), []
-    apart = abs(s.places[1] - s.places[0]) if n > 1 else 1000.0
-    every = next(k for k in (1, 2, 4, 8, 16, 32) if k * apart >= 28)
-    for rank, z in enumerate(s.places):
-        fill = colour(rank) if hue < 0 else "#FFFFFF"
-        marks.append(
-            f'<circle class="rank" cx="{z.real:.1f}" cy="{z.imag:.1f}" r="{s.disc:.1f}" '
-            f'fill="{fill}" stroke="{INK}" stroke-width="1.5"/>'
-        )
-        if s.named:
-            marks.append(text(z, str(rank), size=13, weight=700, fill=ink(fill)))
-        elif rank % every == 0 and rank + every <= n:
-            away = (2 * s.disc + 14) if s.node_size < n else (s.disc + 12)
-            at = z + away * (z - s.centre) / s.radius
-            marks.append(text(at, str(rank), size=13))
-    return "".join(marks)
-
-
 def _draw(panel: Panel, s: Stage, most: int) -> Drawing:
     """One panel: a square and two lines of caption below; `most` shares make the widest arrow."""
-    thin = min(s.disc / 4, 1.4 if len(panel.arcs) > 24 else 2.2)
-    # all links at once: bent by this, arrows in and out alternate evenly round each rank
-    bend = min(0.13, max(0.03, math.tan(math.pi / (4 * len(s.places))) / 2))
+    thin = min(s.thin, 1.4 if len(panel.arcs) > 24 else 2.2)
     pairs = {(src, dst) for src, dst, _ in panel.arcs.tolist()}
     opposed = any((dst, src) in pairs for src, dst in pairs)
-    marks = [_nodes(s)]
+    marks = nodes(s)
     for src, dst, load in panel.arcs.tolist():
-        a, b = s.places[src], s.places[dst]
-        marks.append(
-            arrow(
-                a,
-                b,
-                stroke=colour(src if panel.hue < 0 else panel.hue),
-                width=thin * (0.4 + 0.6 * load / most),
-                trim=s.disc + 1,
-                bend=bend * abs(b - a) + s.disc / 5 if opposed else 0.02 * abs(b - a),
-                tip=f"{src} to {dst}, {load} share{'s' * (load != 1)} a step",
-            )
-        )
-    marks.append(_discs(s, panel.hue))
+        stroke = colour(src if panel.hue < 0 else panel.hue)
+        tip = f"{src} to {dst}, {load} share{'s' * (load != 1)} a step"
+        width = thin * (0.4 + 0.6 * load / most)
+        marks.append(between(s, src, dst, stroke=stroke, width=width, tip=tip, opposed=opposed))
+    marks += discs(s, coloured=panel.hue < 0)
     tone = INK if panel.hue < 0 else mix(colour(panel.hue), "#000000", 0.3)
     at = complex(s.side / 2, s.side + 4)
-    marks.append(text(at, panel.caption, size=15, weight=700, fill=tone))
-    marks.append(text(at + 21j, panel.detail, size=13, fill=SOFT))
-    return Drawing(s.side, s.side + 40, "".join(marks))
+    marks.append(text(at, panel.caption, size=15, bold=True, fill=tone))
+    marks.append(small(at + 21j, panel.detail))
+    return Drawing(s.side, s.side + 40, marks)
 
 
 def _notes(plan: Plan, by_ring: bool, shown: int, panels: int) -> tuple[str, ...]:
@@ -219,12 +111,19 @@ def _notes(plan: Plan, by_ring: bool, shown: int, panels: int) -> tuple[str, ...
     return (first, second)
 
 
+def place(plan: Plan, label: str) -> str:
+    """The plan and where it runs, in words."""
+    n, u = plan.inner.ranks, plan.machine.num_nodes
+    what = "rank" if plan.intra == 1 else f"groups of {plan.intra} rank"
+    where = f"{label or plan.schedule.name} on {n} {what}{'s' * (n * plan.intra != 1)}"
+    return where + (f" in {u} nodes" if u > 1 else "")
+
+
 def _title(plan: Plan, label: str, num_rings: int) -> str:
     """The sentence the picture shows."""
-    traffic, nodes, steps = Traffic.of(plan), plan.machine.num_nodes, plan.schedule.num_steps()
-    where = f"{label or plan.schedule.name} on {plan.ranks} rank{'s' * (plan.ranks != 1)}"
-    where += f" in {nodes} nodes" if nodes > 1 else ""
-    if plan.ranks == 1:
+    traffic, steps = Traffic.of(plan), plan.schedule.num_steps()
+    where = place(plan, label)
+    if plan.inner.ranks == 1:
         return f"{where}: nothing travels"
     if traffic.collective:
         return f"{where}: one library call, drawn as direct sends"
@@ -233,27 +132,8 @@ def _title(plan: Plan, label: str, num_rings: int) -> str:
     return f"{where}: {count} {verb} {traffic.usage()}{', equally' * traffic.even}"
 
 
-def figure(plan: Plan, max_rings: int = 8, *, label: str = "") -> Figure:
-    """The figure that `rings` draws."""
-    schedule = plan.schedule
-    by_ring = isinstance(schedule, RingSchedule)
-    title = _title(plan, label, schedule.num_shares if by_ring else 0)
-    panels = ring_panels(schedule) if isinstance(schedule, RingSchedule) else step_panels(plan)
-    shown = panels[: max(1, max_rings)]
-    if not shown:
-        shown = [Panel("", "no arrow", np.zeros((0, 3), dtype=np.int64), 0)]
-    most = max(int(p.arcs[:, 2].max(initial=1)) for p in shown)
-    columns = min(len(shown), 4 if plan.ranks <= 24 else 3)
-    side = (INNER - 3 * GAP) / 4 if columns == 4 else (INNER - 2 * GAP) / 3
-    place = stage(plan, side if plan.ranks > 1 else 110)
-    drawn = grid([_draw(p, place, most) for p in shown], columns, gap=GAP)
-    what = "; ".join(f"{p.caption}: {p.detail}" if p.detail else p.caption for p in shown)
-    desc = f"{title}. Ranks on a circle, arrows from sender to receiver. {what}."
-    return Figure(title, _notes(plan, by_ring, len(shown), len(panels)), desc, drawn)
-
-
-def rings(plan: Plan, max_rings: int = 8, *, label: str = "") -> str:
-    """Draw the way keys and values travel, as SVG text.
+def rings(plan: Plan, *, max_rings: int = 8, label: str = "") -> Figure:
+    """Draw the way keys and values travel.
 
     Args:
         max_rings: panels at most.
@@ -263,7 +143,22 @@ def rings(plan: Plan, max_rings: int = 8, *, label: str = "") -> str:
         ValueError: more ranks than can be drawn.
 
     >>> from tasp_core import plan
-    >>> rings(plan([64], 5)).count('class="arrow"')
+    >>> rings(plan([64], 5)).svg.count('class="arrow"')
     20
     """
-    return document([figure(plan, max_rings, label=label)])
+    schedule = plan.schedule
+    by_ring = isinstance(schedule, RingSchedule)
+    title = _title(plan, label, schedule.num_shares if by_ring else 0)
+    panels = ring_panels(schedule) if isinstance(schedule, RingSchedule) else step_panels(plan)
+    shown = panels[: max(1, max_rings)]
+    if not shown:
+        shown = [Panel("", "no arrow", np.zeros((0, 3), dtype=np.int64), 0)]
+    most = max(int(p.arcs[:, 2].max(initial=1)) for p in shown)
+    n = plan.inner.ranks
+    columns = min(len(shown), 4 if n <= (8 if plan.machine.num_nodes > 1 else 24) else 3)
+    side = (INNER - 3 * GAP) / 4 if columns == 4 else (INNER - 2 * GAP) / 3
+    ground = stage(nodes_of(plan.machine), side if n > 1 else 110)
+    drawn = grid([_draw(p, ground, most) for p in shown], columns, gap=GAP)
+    what = "; ".join(f"{p.caption}: {p.detail}" if p.detail else p.caption for p in shown)
+    desc = f"{title}. Ranks on a circle, arrows from sender to receiver. {what}."
+    return Figure(title, _notes(plan, by_ring, len(shown), len(panels)), desc, drawn)

@@ -18,7 +18,8 @@ import numpy as np
 
 from tasp_core import Plan
 
-from .svg import MOST_RANKS, span
+from .figure import few_enough
+from .marks import span
 
 
 class Traffic(NamedTuple):
@@ -47,11 +48,10 @@ class Traffic(NamedTuple):
         Raises:
             ValueError: more ranks than a picture can show.
         """
+        few_enough(plan.ranks)
         n, hops = plan.layout.ranks, plan.hops()
         moved, whole = plan.amounts(hops)
-        if n > MOST_RANKS:
-            raise ValueError(f"a picture of {n} ranks cannot be read; draw at most {MOST_RANKS}")
-        node = np.arange(n) // plan.machine.node_size
+        node = np.array([plan.machine.node(rank) for rank in range(n)])
         crossing = node[:, None] != node[None, :]
         kv = np.bincount(hops.src * n + hops.dst, moved, minlength=n * n).reshape(n, n) / whole
         nic = crossing[hops.src, hops.dst]

@@ -130,7 +130,7 @@ def sent_bytes(
     plan: Plan, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[str, list[int]]:
     """Bytes each rank sends, forward and backward, read off the lowered programs."""
-    row = RowBytes.of(heads, kv_heads, head_dim, str(dtype).removeprefix("torch."))
+    row = RowBytes.of(heads, kv_heads, head_dim, dtype.itemsize)
     return {
         name: [
             wire_bytes(lower(plan, rank, backward=backward), row, sent=True, backward=backward)

@@ -153,6 +153,7 @@ class Schedule(ABC):
 
     name = ""
     uneven = False  # shares of different sizes: memory is then counted in tokens, not in shares
+    alike = False  # whether in every step every rank sends and takes in as much, by the same kinds of way
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
         """Local borders of a rank's shares, int64 [parts, num_shares + 1]: share j has part j of each."""

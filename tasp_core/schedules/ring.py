@@ -78,6 +78,7 @@ class Tasp(RingSchedule):
     """all rings of the complete digraph: n - 1 steps, every link equally"""
 
     name = "tasp"
+    alike = True
 
     @cached_property
     def rings(self) -> Rings:
@@ -88,6 +89,7 @@ class TaspPaths(RingSchedule):
     """rings through several nodes as published, (m-K_m-m)^u: one share a NIC and step"""
 
     name = "tasp_paths"
+    alike = True
     rail_aligned = False
 
     @cached_property

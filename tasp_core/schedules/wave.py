@@ -54,6 +54,7 @@ class Wave(Schedule):
     twins: int = 0
 
     name = "wave"
+    alike = True
 
     def __post_init__(self) -> None:
         for key, least in (("blocks", 1), ("twins", 0)):
@@ -144,6 +145,7 @@ class AllGather(Wave):
     """every rank's KV to every rank at once (Llama 3): one step, memory for n KV"""
 
     name = "all_gather"
+    alike = False
 
     @property
     def options(self) -> dict[str, Any]:

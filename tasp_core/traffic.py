@@ -1,0 +1,141 @@
+"""Traffic: the bytes and messages of each step between each pair of ranks, charged to resources."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import PlanError, whole
+from .explain import BYTES, RowBytes
+from .hardware import Machine
+from .heads import Heads, split_heads
+from .lower import FUSE
+from .plan import Plan
+from .schedules import KINDS, Hops
+
+
+class Sizes(NamedTuple):
+    """Heads, dims and bytes of the tensors of one call; `parts` are each group member's heads."""
+
+    parts: list[Heads]
+    head_dim: int
+    batch: int
+    item: int
+
+    @classmethod
+    def of(
+        cls, plan: Plan, heads: int, kv_heads: int | None, head_dim: int, dtype: str, batch: int
+    ) -> Sizes:
+        """Sizes, once they make sense.
+
+        Raises:
+            PlanError: an unknown dtype, numbers below 1, or heads that intra does not divide.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in BYTES:
+            raise PlanError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
+        heads = whole(heads, "heads", 1, PlanError)
+        kv_heads = heads if kv_heads is None else whole(kv_heads, "kv_heads", 1, PlanError)
+        if heads % kv_heads:
+            raise PlanError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        parts = split_heads(heads, kv_heads, plan.intra)
+        head_dim = whole(head_dim, "head_dim", 1, PlanError)
+        return cls(parts, head_dim, whole(batch, "batch", 1, PlanError), BYTES[name])
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an accumulator's element."""
+        return max(4, self.item)
+
+    def q(self, part: Heads) -> int:
+        """Query elements of one token of one member, all rows of the batch."""
+        return (part.q_high - part.q_low) * self.head_dim * self.batch
+
+    def kv(self, part: Heads) -> int:
+        """Key and value elements of one token of one member."""
+        return 2 * (part.kv_high - part.kv_low) * self.head_dim * self.batch
+
+    def rows(self, part: Heads, backward: bool) -> dict[int, int]:
+        """Bytes of one token by kind of message."""
+        heads, kv_heads = part.q_high - part.q_low, part.kv_high - part.kv_low
+        row = RowBytes.of(heads, kv_heads, self.head_dim, self.item)
+        return {k: row.of_kind(k, backward) * self.batch for k in range(len(KINDS))}
+
+
+class Traffic(NamedTuple):
+    """What each ordered pair exchanges in each step; rows sorted by step."""
+
+    step: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    nbytes: np.ndarray
+    messages: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """Communication steps."""
+        return int(self.step.max()) + 1 if len(self.step) else 0
+
+
+def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
+    """Bytes and messages of hops between groups, for every member of the groups."""
+    inner, a = plan.inner, plan.intra
+    tokens = np.zeros(len(hops.step), dtype=np.int64)
+    messages = np.zeros_like(tokens)
+    for part in range(inner.units.parts):
+        count = inner.units.count[inner.unit_of(hops, part)]
+        tokens += count
+        messages += count > 0
+    some = messages > 0
+    hops, tokens, messages = hops.where(some), tokens[some], messages[some]
+    new = np.ones(len(hops.step), dtype=bool)
+    new[1:] = np.any([np.diff(c) != 0 for c in hops[:3]], axis=0)
+    first = np.flatnonzero(new)
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, first) if len(first) else values
+
+    step, src, dst = (c[first] for c in hops[:3])
+    number = total(messages)
+    number = np.where(number > FUSE, 1, number)
+    per = [
+        sum(total(tokens * (hops.kind == kind)) * size for kind, size in row.items())
+        for row in (sizes.rows(part, backward) for part in sizes.parts)
+    ]
+    member = np.tile(np.arange(a), len(step))
+    step, src, dst, number = (np.repeat(c, a) for c in (step, src, dst, number))
+    nbytes = np.stack(per, axis=1).ravel().astype(float) if len(step) else np.zeros(0)
+    return Traffic(step, src * a + member, dst * a + member, nbytes, number)
+
+
+class Charge(NamedTuple):
+    """Seconds each row of a Traffic keeps its busiest resource, and bytes of each resource."""
+
+    seconds: np.ndarray
+    link_bytes: dict[str, float]
+
+
+def charge(machine: Machine, traffic: Traffic) -> Charge:
+    """All rows of a step share their resources fairly: each takes as long as its busiest resource."""
+    n = machine.ranks
+    pairs, at = np.unique(traffic.src * n + traffic.dst, return_inverse=True)
+    numbers: dict[str, int] = {}
+    ways = [
+        [numbers.setdefault(name, len(numbers)) for name in machine.resources(*divmod(p, n))]
+        for p in pairs.tolist()
+    ]
+    width, spare = max(map(len, ways), default=0), len(numbers)
+    table = np.array([w + [spare] * (width - len(w)) for w in ways]).reshape(len(ways), width)
+    capacity = np.array([*map(machine.capacity_gbps, numbers), np.inf]) * 1e9
+    used = table[at]
+    load = np.zeros(traffic.steps * (spare + 1))
+    seconds = np.zeros(len(at))
+    for k in range(width):
+        key = traffic.step * (spare + 1) + used[:, k]
+        load += np.bincount(key, weights=traffic.nbytes, minlength=len(load))
+    for k in range(width):
+        key = traffic.step * (spare + 1) + used[:, k]
+        np.maximum(seconds, load[key] / capacity[used[:, k]], out=seconds)
+    total = load.reshape(-1, spare + 1).sum(axis=0)
+    return Charge(seconds, dict(zip(numbers, total.tolist(), strict=False)))

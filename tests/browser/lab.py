@@ -1,0 +1,177 @@
+"""JupyterLab in a real browser: what tests of notebooks drive.
+
+    with Lab(root) as lab, lab.page("scratch.ipynb") as page:
+        run_all(page);  move_slider(page, 0);  shoot(page, "scratch")
+
+The server runs on a free port of this machine with a token, its settings in a folder of its own. The
+browser is Debian's Chromium (apt-get install chromium), with a fresh profile; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOTS = ROOT / "build" / "screenshots"
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+WIDTH, HEIGHT = 1400, 1000
+
+
+def chromium() -> str:
+    """The browser's path.
+
+    Raises:
+        FileNotFoundError: there is none, and how to get it.
+    """
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if not found:
+        raise FileNotFoundError("no chromium on the path; on Debian: apt-get install chromium")
+    return found
+
+
+def free_port() -> int:
+    """A port nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Lab:
+    """A JupyterLab server over the notebooks in `root`; a context manager that stops it."""
+
+    def __init__(self, root: Path, *, start_s: float = 90) -> None:
+        self.root, self.start_s = root, start_s
+        self.token, self.port = secrets.token_hex(16), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Lab:
+        self._own = tempfile.TemporaryDirectory(prefix="lab-")
+        own = Path(self._own.name)
+        places = (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "IPYTHONDIR",
+            "HOME",
+        )
+        env = {name: str(own / name) for name in places}
+        quiet = own / "JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/apputils-extension"
+        quiet.mkdir(parents=True)  # no question about news over the page, no look for updates
+        settings = '{"fetchNews": "false", "checkForUpdates": false}'
+        (quiet / "notification.jupyterlab-settings").write_text(settings)
+        env |= {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        command = [
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root",
+            "--expose-app-in-browser", "--ip=127.0.0.1", f"--port={self.port}",
+            "--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}",
+            f"--ServerApp.root_dir={self.root}",
+        ]  # fmt: skip
+        self.log = (own / "log").open("w+")
+        self.server = subprocess.Popen(command, env=env, stdout=self.log, stderr=self.log)
+        end = time.monotonic() + self.start_s
+        while not self._answers():
+            if self.server.poll() is not None or time.monotonic() > end:
+                said = Path(self.log.name).read_text()[-2000:]
+                self.__exit__()
+                raise RuntimeError(
+                    f"JupyterLab did not answer within {self.start_s} s; it said:\n{said}"
+                )
+            time.sleep(0.3)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/api?token={self.token}", timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def __exit__(self, *unused: Any) -> None:
+        self.server.terminate()
+        try:
+            self.server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            self.server.wait()
+        self.log.close()
+        self._own.cleanup()
+
+    @contextmanager
+    def page(self, notebook: str) -> Iterator[Any]:
+        """The notebook (a path below root), open in a fresh browser, its kernel started."""
+        with browser_page() as page:
+            page.goto(f"{self.url}/doc/tree/{notebook}?token={self.token}&reset")
+            page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+            page.evaluate(
+                "async () => { await jupyterapp.shell.currentWidget.sessionContext.ready; }"
+            )
+            yield page
+
+
+@contextmanager
+def browser_page() -> Iterator[Any]:
+    """An empty page of a fresh browser; also for exported files: `page.goto(path.as_uri())`."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        try:
+            yield browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        finally:
+            browser.close()
+
+
+def run_all(page: Any, *, limit_s: float = 120) -> None:
+    """Run all cells and wait until the last has run."""
+    page.evaluate("() => { jupyterapp.commands.execute('notebook:run-all-cells'); }")
+    page.wait_for_function(
+        "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
+        ".every(p => /\\d/.test(p.textContent))",
+        timeout=1000 * limit_s,
+    )
+
+
+def errors(page: Any) -> list[str]:
+    """The tracebacks that are shown."""
+    return page.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts()
+
+
+def figure(page: Any, number: int = 0) -> str:
+    """Markup of the figure of the page's widget with this number."""
+    return page.locator(".widget-html-content").nth(number).inner_html()
+
+
+def move_slider(page: Any, number: int, *, key: str = "ArrowRight", widget: int = 0) -> None:
+    """Press a key on a slider's handle, and wait until the figure of `widget` is another one."""
+    before = figure(page, widget)
+    handle = page.locator(".noUi-handle").nth(number)
+    handle.focus()
+    handle.press(key)
+    page.wait_for_function(
+        "([i, old]) => document.querySelectorAll('.widget-html-content')[i].innerHTML !== old",
+        arg=[widget, before],
+        timeout=15_000,
+    )
+
+
+def shoot(page: Any, name: str) -> Path:
+    """A screenshot, kept in build/screenshots."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    path = SHOTS / f"{name}.png"
+    page.screenshot(path=str(path))
+    return path

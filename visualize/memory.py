@@ -1,0 +1,189 @@
+"""Memory: what lies in one rank's buffers, step by step, read off its lowered program.
+
+    memory(plan, rank=2)                  keys and values that pass through
+    memory(plan, rank=2, backward=True)   and the gradients on their way home
+
+Rows of the buffer go down, steps go right. A box is a share of another rank's KV in its place, from the
+step in which it arrives (paler) to the last in which it is computed on or sent on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tasp_core import Plan, Program, lower
+from tasp_core.program import Message
+from tasp_core.schedules import DKV, KINDS, KV
+
+from .colours import colour, ink, mix
+from .figure import Figure, few_enough
+from .marks import (
+    Drawing,
+    Marks,
+    every,
+    fit,
+    gridline,
+    legend,
+    line,
+    number,
+    rect,
+    small,
+    stack,
+    text,
+)
+from .rings import place
+
+LEFT, TOP, HIGH, WIDE, TIPS = 76.0, 44.0, 360.0, 1060.0, 1000
+
+
+class Span(NamedTuple):
+    """Rows [low, low + count) of a buffer hold a share from step `first` to step `last`."""
+
+    kind: int
+    owner: int
+    share: int
+    low: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """As hops name it; of several shares together only whose they are."""
+        return f"{KINDS[self.kind]}{self.owner}" + (f".{self.share}" if self.share >= 0 else "")
+
+
+def arena_spans(program: Program, plan: Plan) -> list[Span]:
+    """What the buffer for keys and values holds."""
+    if program.collective:  # everything arrives at once and stays
+        counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
+        owners = (r for r in range(program.ranks) if r != program.rank)
+        return [Span(0, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
+    spans: list[Span] = []
+    for t, step in enumerate(program.steps):
+        for m in step.sends:
+            for low, count in _travelling(m, program) if m.kind == KV else ():
+                for i, s in enumerate(spans):  # sent on: what lies there now is needed until then
+                    if s.low < low + count and low < s.low + s.count and t <= s.last + 1:
+                        spans[i] = s._replace(last=max(t, s.last))
+        for m in step.recvs:
+            for low, count in _travelling(m, program) if m.kind == KV else ():
+                spans.append(Span(m.kind, m.owner, m.share, low, count, t, t + 1))
+    return spans
+
+
+def _travelling(m: Message, program: Program) -> list[tuple[int, int]]:
+    """Rows of a message behind the rank's own, counted from there."""
+    own = program.tokens
+    return [(low - own, count) for low, count in m.ranges if low >= own]
+
+
+def acc_spans(program: Program, arena: list[Span]) -> list[Span]:
+    """What the buffer for gradients holds: from the step that computes on a share to its way on."""
+    begins = {(s.owner, s.share): s.first + 1 for s in arena}
+    return [
+        Span(m.kind, m.owner, m.share, low, count, begins[m.owner, m.share], t)
+        for t, step in enumerate(program.steps)
+        for m in step.sends
+        if m.kind == DKV
+        for low, count in _travelling(m, program)
+    ]
+
+
+def joined(spans: list[Span]) -> list[Span]:
+    """Neighbours of one owner that come and go together, as one."""
+    found: list[Span] = []
+    for s in sorted(spans, key=lambda s: (s.first, s.low)):
+        before = found[-1] if found else None
+        if before and (s.kind, s.owner, s.first, s.last, s.low) == (
+            before.kind, before.owner, before.first, before.last, before.low + before.count
+        ):  # fmt: skip
+            share = s.share if s.share == before.share else -1
+            found[-1] = before._replace(share=share, count=before.count + s.count)
+        else:
+            found.append(s)
+    return found
+
+
+def _boxes(spans: list[Span], rows: int, pitch: float) -> Marks:
+    """Each span: the step of arrival pale, the others in the owner's colour, a word where it fits."""
+    size, marks, words, some = HIGH / rows, [], [], joined(spans)
+    for s in some:
+        tone, at = colour(s.owner), complex(LEFT + pitch * s.first, TOP + size * s.low)
+        tip = f"{s.name}: rows {s.low} to {s.low + s.count}, steps {s.first} to {s.last}"
+        parts = [(at, 1, mix(tone, "#FFFFFF", 0.55))]
+        parts += [(at + pitch, s.last - s.first, tone)] if s.last > s.first else []
+        for where, steps, fill in parts:
+            box = complex(pitch * steps, size * s.count)
+            edge = "#FFFFFF" if box.imag > 3 else "none"
+            marks.append(
+                rect(
+                    where,
+                    box,
+                    fill=fill,
+                    stroke=edge,
+                    name="span",
+                    tip=tip if len(some) <= TIPS else "",
+                )
+            )
+        where, steps, fill = parts[-1]
+        box = complex(pitch * steps, size * s.count)
+        if box.imag >= 15 and box.real >= 8 * len(s.name) + 4:
+            words.append(text(where + box / 2, s.name, size=13, fill=ink(fill)))
+    return marks + words
+
+
+def _panel(head: str, spans: list[Span], rows: int, tokens: int, steps: int) -> Drawing:
+    """One buffer; lines where its height is a multiple of the rank's own KV."""
+    pitch, size = min(120.0, (WIDE - LEFT) / steps), HIGH / max(1, rows)
+    wide, foot = pitch * steps, TOP + HIGH * bool(rows)
+    marks = [text(8j, head, size=16, anchor="start", bold=True)]
+    marks += _boxes(spans, rows, pitch) if rows else []
+    whole = rows / max(1, tokens)
+    for k in range(0, int(whole + 1e-9) + 1, every(HIGH / max(whole, 1e-9), 20)):
+        y = TOP + size * k * tokens
+        marks.append(line(complex(LEFT - 4, y), complex(LEFT + wide, y), stroke="#999999", layer=1))
+        marks.append(small(complex(LEFT - 8, y), f"{k} KV", "end"))
+    for t in range(0, steps, every(pitch, 24)):
+        marks.append(gridline(complex(LEFT + pitch * t, TOP), complex(LEFT + pitch * t, foot)))
+        marks.append(small(complex(LEFT + pitch * (t + 0.5), foot + 13), str(t)))
+    marks.append(small(complex(LEFT + wide / 2, foot + 32), "step"))
+    return Drawing(LEFT + wide, foot + 44, marks)
+
+
+def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = "") -> Figure:
+    """Draw what one rank's buffers hold in each step.
+
+    Args:
+        rank: whose buffers.
+        backward: of the backward pass, which has a second buffer, for gradients.
+        label: what to call the plan; default: its schedule's name.
+
+    Raises:
+        LayoutError, PlanError: the rank does not exist.
+        ValueError: more ranks than can be drawn.
+
+    >>> from tasp_core import plan
+    >>> memory(plan([64], 8, schedule="ring")).title
+    'ring on 8 ranks: rank 0 needs room for 2 KV of other ranks'
+    """
+    few_enough(plan.ranks)
+    program = lower(plan, rank, backward=backward)
+    tokens, steps = program.tokens, len(program.steps)
+    arena = arena_spans(program, plan.inner)
+    rows = [("keys and values of other ranks", arena, program.arena_rows)]
+    if backward:
+        rows.append(("gradients on their way home", acc_spans(program, arena), program.acc_rows))
+    needs = [number(count / max(1, tokens)) for _, _, count in rows]
+    title = f"{place(plan, label)}: rank {rank} needs room for {needs[0]} KV of other ranks"
+    title += f" and {needs[1]} of gradients" if backward else ""
+    note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "
+    note += "colour, paler in its first step, in which it arrives or is computed. "
+    note += "Rows are used again as soon as nothing needs them."
+    panels = [_panel(h, s, n, tokens, steps) for h, s, n in rows]
+    owners = sorted({s.owner for s in arena})
+    if len(owners) <= 32:
+        panels.insert(0, legend((colour(r), f"of rank {r}") for r in owners))
+    drawn = stack(panels, gap=20)
+    said = (f"{fit(h, 400)}: {len(s)} shares in {n:,} rows" for h, s, n in rows)
+    return Figure(title, (note,), f"{title}. {'; '.join(said)}; {steps} steps.", drawn)

@@ -1,0 +1,124 @@
+"""Raster: a packed row's mask counted into few cells; nothing is proportional to tokens squared.
+
+A row of any length becomes at most CELLS x CELLS cells. What a query sees is one run of keys, so the
+visible part of a cell is exact along the keys; of the queries of a cell, up to SAMPLES are asked.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from tasp_core import Documents, Plan
+
+CELLS, SAMPLES = 100, 24
+
+
+class Grid(NamedTuple):
+    """Cells of the picture: borders [B + 1] in tokens, sampled tokens [B, R] of each cell."""
+
+    edges: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, total: int) -> Grid:
+        """Cells of a row: one a token while they are few."""
+        count = min(CELLS, max(1, total))
+        edges = total * np.arange(count + 1) // count
+        most = min(SAMPLES, int(np.diff(edges).max(initial=1)))
+        # jittered: evenly spaced samples would meet the same stripe again and again
+        part = (np.arange(most) + np.random.default_rng(0).random((count, most))) / most
+        return cls(edges, (edges[:-1, None] + np.diff(edges)[:, None] * part).astype(np.int64))
+
+    @property
+    def exact(self) -> bool:
+        """Whether a cell is a token."""
+        return len(self.edges) - 1 == self.edges[-1]
+
+
+def visible(docs: Documents, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First key that each query sees, and the one after the last."""
+    d = docs.document_of(queries)
+    low, high = docs.cu_seqlens[d], docs.cu_seqlens[d + 1]
+    if docs.window is not None:
+        low = np.maximum(low, queries - docs.window + 1)
+        high = np.minimum(high, queries + docs.window)
+    return low, np.minimum(high, queries + 1) if docs.causal else high
+
+
+def cover(docs: Documents, grid: Grid) -> np.ndarray:
+    """Part of the keys of cell j that sampled query r of cell i sees, float [i, r, j]."""
+    low, high = visible(docs, grid.tokens)
+    left = np.maximum(low[..., None], grid.edges[:-1])
+    right = np.minimum(high[..., None], grid.edges[1:])
+    return np.maximum(right - left, 0) / np.maximum(1, np.diff(grid.edges))
+
+
+def holders(plan: Plan, grid: Grid) -> np.ndarray:
+    """The rank that holds each sampled token, int64 [cells, samples]."""
+    return plan.layout.locate(grid.tokens.ravel())[0].reshape(grid.tokens.shape)
+
+
+def alternating(values: np.ndarray) -> np.ndarray:
+    """Whether a cell's samples change value so often that it has no one value, bool [cells]."""
+    return (np.diff(values, axis=1) != 0).sum(axis=1) > 2
+
+
+def shares(values: np.ndarray, count: int) -> np.ndarray:
+    """Part of each cell's samples that has each value, float [cells, count]; values below 0: none."""
+    return (values[..., None] == np.arange(count)).mean(axis=1)
+
+
+def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
+    """Step in which a rank computes on each token's key; -1: it never gets it."""
+    table, layout, schedule = plan.hops(rank), plan.layout, plan.schedule
+    step = np.full((layout.ranks, schedule.num_shares), -1)
+    step[rank] = 0
+    into = table.where(table.dst == rank)
+    step[into.owner, into.share] = into.step + 1
+    owner, row = layout.locate(tokens.ravel())
+    found = np.zeros_like(owner)
+    for one in np.unique(owner).tolist():
+        mine = owner == one
+        low = schedule.cuts(layout, one)[:, :-1].ravel()
+        number = np.searchsorted(low, row[mine], side="right") - 1
+        found[mine] = step[one, number % schedule.num_shares]
+    return found.reshape(tokens.shape)
+
+
+def pairs_by_rank(plan: Plan) -> np.ndarray:
+    """Visible pairs of the queries that each rank holds, int64 [ranks]."""
+    tokens = np.arange(plan.docs.total)
+    low, high = visible(plan.docs, tokens)
+    holder = plan.layout.locate(tokens)[0]
+    return np.bincount(holder, high - low, minlength=plan.layout.ranks).astype(np.int64)
+
+
+def pairs_by_step(plan: Plan, rank: int) -> np.ndarray:
+    """Visible pairs that a rank computes in each step, and last those it never does, int64 [steps + 1]."""
+    low, high = visible(plan.docs, plan.layout.tokens(rank))
+    when = arrival(plan, rank, np.arange(plan.docs.total))
+    found = []
+    for step in [*range(plan.schedule.num_steps() + 1), -1]:
+        before = np.concatenate([[0], np.cumsum(when == step)])
+        found.append(int((before[high] - before[low]).sum()))
+    return np.array(found)
+
+
+def blocks(codes: np.ndarray) -> list[tuple[int, int, int, int, int]]:
+    """Rectangles (code, top, bottom, left, right) of equal codes >= 0, rows joined where alike.
+
+    >>> blocks(np.array([[1, 1, -1], [1, 1, 2]]))
+    [(1, 0, 2, 0, 2), (2, 1, 2, 2, 3)]
+    """
+    done, live = [], dict[tuple[int, int, int], int]()
+    for i, row in enumerate([*codes.tolist(), []]):
+        cut = [j for j in range(len(row) + 1) if j in (0, len(row)) or row[j] != row[j - 1]]
+        runs = {(row[a], a, b) for a, b in pairwise(cut) if row[a] >= 0}
+        for run in [r for r in live if r not in runs]:
+            done.append((run[0], live.pop(run), i, *run[1:]))
+        for run in sorted(runs - live.keys()):
+            live[run] = i
+    return done
