@@ -1,0 +1,178 @@
+"""The jobs of slurm/ on a real Slurm: slurm/local_cluster.sh with four nodes, ranks joined by gloo.
+
+All jobs are submitted at once and then looked at one by one. Where a job's own program needs minutes,
+its file is submitted with `slurm_probe.py` in the program's place: everything else is the real file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parent.parent
+CLUSTER = ROOT / "slurm" / "local_cluster.sh"
+PROBE = "tests/slurm_probe.py"
+OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+class Cluster(NamedTuple):
+    """A running cluster: the environment in which sbatch finds it, and a folder for results."""
+
+    env: dict[str, str]
+    folder: Path
+
+    def call(self, *command: str) -> str:
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, job: str, *arguments: str, options: str = "", probe: bool = False,
+               **settings: str) -> Job:  # fmt: skip
+        """Submit a job's file; with `probe` its program is replaced by the probe."""
+        path = ROOT / "slurm" / job
+        if probe:
+            text, times = re.subn(r"^ranks .*", f'ranks {PROBE} "$@"', path.read_text(), flags=re.M)
+            assert times == 1
+            path = self.folder / job
+            path.write_text(text)
+        words = ["sbatch", "--parsable", f"--output={self.folder}/%x-%j.log", *shlex.split(options)]
+        cluster = self._replace(env=self.env | settings)
+        number = cluster.call(*words, str(path), *arguments).strip()
+        return Job(cluster, number, job.removesuffix(".sbatch"))
+
+
+class Job(NamedTuple):
+    cluster: Cluster
+    number: str
+    name: str
+
+    def shown(self) -> dict[str, str]:
+        text = self.cluster.call("scontrol", "show", "job", "-o", self.number)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def end(self, within_s: float) -> dict[str, str]:
+        """What Slurm says of the job once it is over."""
+        end = time.monotonic() + within_s
+        while (shown := self.shown())["JobState"] not in OVER:
+            assert time.monotonic() < end, f"{shown['JobState']} after {within_s} s\n{self.log()}"
+            time.sleep(1)
+        return shown
+
+    def log(self) -> str:
+        path = self.cluster.folder / f"{self.name}-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def result(self) -> Path:
+        return self.cluster.folder / f"{self.name}-{self.number}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    env = os.environ | {"XDG_STATE_HOME": str(folder), "TASP_RESULTS": str(folder)}
+    env |= {"PYTHONPATH": str(ROOT)}
+    up = subprocess.run([CLUSTER, "up", "4"], env=env, capture_output=True, text=True, check=False)
+    assert up.returncode == 0, up.stderr
+    env |= dict(word.split("=", 1) for word in shlex.split(up.stdout.removeprefix("export ")))
+    try:
+        yield Cluster(env, folder)
+    finally:
+        subprocess.run([CLUSTER, "down"], env=env, check=True, timeout=100)
+        assert not (folder / "tasp-cluster").exists()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> dict[str, Job]:
+    """All at once: two run side by side, the longest first."""
+    saved = str(cluster.folder / "saved")
+    return {
+        "limit": cluster.submit("train.sbatch", "save", saved, probe=True,
+                                options="--time=2 --signal=B:USR1@45"),
+        "meet": cluster.submit("bench_h100_multinode.sbatch", "meet", "a b", "c", probe=True),
+        "unset": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE=""),
+        "blind": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE="rocm", SLURM_GPUS_ON_NODE="2"),
+        "killed": cluster.submit("bench_h100_multinode.sbatch", "die", "3", probe=True),
+        "dry": cluster.submit("calibrate.sbatch", "--dry-run"),
+    }  # fmt: skip
+
+
+def test_status_lists_the_nodes(cluster):
+    assert re.findall(r"\bn\d\b", cluster.call(str(CLUSTER), "status")) == ["n0", "n1", "n2", "n3"]
+
+
+def test_ranks_meet_and_are_where_the_map_says(jobs):
+    """Case G9."""
+    job = jobs["meet"]
+    assert job.end(150)["ExitCode"] == "0:0", job.log()
+    said = [json.loads(line) for line in re.findall(r"^\[rank \d\] (\{.*\})$", job.log(), re.M)]
+    said.sort(key=lambda who: who["rank"])
+    assert [who["rank"] for who in said] == [0, 1, 2, 3]
+    assert {who["total"] for who in said} == {6.0}
+    assert all(who["words"] == ["a b", "c"] and who["threads"] == "1" for who in said)
+    assert len({who["node"] for who in said}) == 2
+    shown = [f"rank {who['rank']} -> node {who['node']} -> cpu" for who in said]
+    assert (job.result() / "ranks.txt").read_text().splitlines() == shown
+    assert "\n".join(shown) in job.log()
+    for who in said:
+        logs = job.result() / "logs" / who["node"]
+        (own,) = logs.glob(f"{job.number}_*/attempt_0/{who['local_rank']}/stdout.log")
+        assert json.loads(own.read_text().splitlines()[-1])["rank"] == who["rank"]
+        assert (job.result() / "topology" / f"{who['node']}.txt").read_text()
+
+
+def test_missing_settings_end_the_job_in_one_line(jobs):
+    job = jobs["unset"]
+    assert job.end(60)["ExitCode"] == "2:0"
+    assert job.log() == "tasp: TASP_DEVICE is '', not cuda, rocm or cpu: edit slurm/site.sh\n"
+    assert not job.result().exists()
+
+
+def test_too_few_devices_end_the_job_before_its_ranks_start(jobs):
+    job = jobs["blind"]
+    assert job.end(100)["ExitCode"] == "1:0"
+    said = r"^tasp: node n\d: torch \S+ sees 0 rocm devices, 2 ranks need one each$"
+    assert re.search(said, job.log(), re.M), job.log()
+    assert "torch.distributed.run" not in job.log()
+
+
+def test_a_dry_run_as_a_job_runs_nothing(jobs):
+    job = jobs["dry"]
+    assert job.end(100)["ExitCode"] == "0:0"
+    assert "+ srun --nodes=2 " in job.log()
+    assert not job.result().exists()
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(jobs):
+    job = jobs["killed"]
+    shown = job.end(200)
+    assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "1:0")
+    killed = re.search(r"^\[rank 3\] killed at ([\d.]+)$", job.log(), re.M)
+    assert killed is not None
+    ended = time.mktime(time.strptime(shown["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+    assert ended - float(killed[1]) < 60
+    assert re.search(r"rank +: 3 \(local_rank: 1\)\s+exitcode +: -9 ", job.log())
+    assert 'the first is under "Root Cause" above' in job.log()
+
+
+def test_the_time_limit_saves_and_queues_the_job_again(jobs):
+    job = jobs["limit"]
+    shown = job.end(280)
+    assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), job.log()
+    for rank in range(4):
+        assert (job.cluster.folder / f"saved.{rank}").read_text() == "saved"
+        waits = job.log().index(f"rank {rank} waits")
+        assert waits < job.log().index(f"rank {rank} goes on from what it saved")
+    assert f"+ scontrol requeue {job.number}" in job.log()
+    assert len((job.result() / "ranks.txt").read_text().splitlines()) == 4
