@@ -36,8 +36,6 @@ source slurm/site.sh
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES}
     gpus=${SLURM_GPUS_ON_NODE:-}
-    [[ ${SLURM_JOB_PARTITION:-$SBATCH_PARTITION} == "$SBATCH_PARTITION" ]] ||
-        die "this job is in partition $SLURM_JOB_PARTITION, slurm/site.sh says $SBATCH_PARTITION: source it before sbatch"
 elif $dry; then
     nodes=$(sed -nE 's/^#SBATCH --nodes=([0-9]+).*/\1/p' "$0")
     gpus=${SBATCH_GPUS_PER_NODE:-} gpus=${gpus##*:}

@@ -46,7 +46,8 @@ free_ports() {
     refuse "no $1 free ports in a row between 17000 and 30000"
 }
 
-# cred_expire is how long a requeued job waits; config_overrides: nodes may claim more CPUs than real.
+# cred_expire is how long a requeued job waits; config_overrides: nodes may claim more CPUs than real;
+# FirstJobId: another cluster's jobs have other numbers, so other result folders.
 write_conf() {
     local nodes=$1 port node
     port=$(free_ports $((nodes + 1)))
@@ -74,6 +75,7 @@ MailProg=/bin/true
 ReturnToService=2
 KillWait=10
 MinJobAge=3600
+FirstJobId=$(($(date +%s) % 10000000 + 1))
 CONF
     for ((node = 0; node < nodes; node++)); do
         printf 'NodeName=n%d NodeHostname=%s NodeAddr=127.0.0.1 Port=%d CPUs=%d\n' \
@@ -121,7 +123,7 @@ up() {
     fi
     down
     (umask 077 && mkdir -p "$dir/state")
-    trap 'tail -n 3 "$dir"/*.log >&2; down' ERR
+    trap 'tail -n 3 "$dir"/*.log >&2; down; printf "local_cluster: did not start: see above\n" >&2' ERR
     (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
     munged --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
         --pid-file="$dir/munged.pid" --log-file="$dir/munged.log" --seed-file="$dir/munge.seed" >&2
