@@ -72,6 +72,13 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 requeue=false
 trap 'requeue=true; run scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 
+# How many ranks ended with which words: a wrong setting is one line here, however many ranks say it.
+failed() {
+    printf 'tasp: the ranks failed; "Root Cause" above names the first. Last words, the rest in %s:\n' "$result/logs"
+    tail -qn 1 "$result"/logs/*/"${job}"_*/attempt_0/*/stderr.log | sort | uniq -c
+    exit 1
+} >&2
+
 # Static rendezvous: torchrun's node rank is Slurm's, so that neighbouring ranks are where Slurm's
 # topology put them; node.sh adds it on each node.
 ranks() {
@@ -89,9 +96,6 @@ ranks() {
         --nnodes="$nodes" --nproc-per-node="$per_node" --max-restarts=0 --tee=3 \
         --rdzv-backend=static --rdzv-id="$job" --rdzv-endpoint="$address:$port" "$@" &
     while kill -0 $! 2>/dev/null; do wait $! || true; done # a trapped signal ends a wait early
-    wait $! || {
-        printf 'tasp: the ranks failed: the first is under "Root Cause" above, all are in %s\n' "$result/logs"
-        exit 1
-    }
+    wait $! || failed
     ! $requeue || run scontrol requeue "$SLURM_JOB_ID"
 }

@@ -1,6 +1,7 @@
 """What test_slurm.py runs as a job's ranks: says who it is, dies, or saves when it is told to stop.
 
     meet WORDS...   joins the others by gloo and prints one JSON line
+    refuse WHY      raises in every rank
     die RANK        that rank is killed while the others wait for it
     save FILE       waits for SIGUSR1, then leaves FILE.RANK; with these files there, ends at once
 
@@ -28,10 +29,10 @@ def total(value: float) -> float:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     x = torch.tensor([value])
     dist.all_reduce(x)
+    dist.destroy_process_group()  # a rank that just exits can abort in gloo's threads
     return float(x)
 
 
@@ -39,8 +40,11 @@ def meet(*words: str) -> None:
     print(json.dumps(WHO | {"words": words, "total": total(RANK)}), flush=True)
 
 
+def refuse(why: str) -> None:
+    raise ValueError(why)
+
+
 def die(rank: str) -> None:
-    total(0)
     if int(rank) == RANK:
         print(f"killed at {time.time()}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -60,4 +64,4 @@ def save(path: str) -> None:
 
 
 if __name__ == "__main__":
-    {"meet": meet, "die": die, "save": save}[sys.argv[1]](*sys.argv[2:])
+    {"meet": meet, "refuse": refuse, "die": die, "save": save}[sys.argv[1]](*sys.argv[2:])

@@ -103,6 +103,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
         "meet": cluster.submit("bench_h100_multinode.sbatch", "meet", "a b", "c", probe=True),
         "unset": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE=""),
         "blind": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE="rocm", SLURM_GPUS_ON_NODE="2"),
+        "refuses": cluster.submit("bench_h100_multinode.sbatch", "refuse", "3 is odd", probe=True),
         "killed": cluster.submit("bench_h100_multinode.sbatch", "die", "3", probe=True),
         "dry": cluster.submit("calibrate.sbatch", "--dry-run"),
     }  # fmt: skip
@@ -163,7 +164,13 @@ def test_a_killed_rank_ends_the_job_and_is_named(jobs):
     ended = time.mktime(time.strptime(shown["EndTime"], "%Y-%m-%dT%H:%M:%S"))
     assert ended - float(killed[1]) < 60
     assert re.search(r"rank +: 3 \(local_rank: 1\)\s+exitcode +: -9 ", job.log())
-    assert 'the first is under "Root Cause" above' in job.log()
+    assert "tasp: the ranks failed; " in job.log()
+
+
+def test_what_every_rank_refuses_ends_in_one_line(jobs):
+    job = jobs["refuses"]
+    assert job.end(200)["ExitCode"] == "1:0"
+    assert job.log().splitlines()[-1].strip() == "4 ValueError: 3 is odd"
 
 
 def test_the_time_limit_saves_and_queues_the_job_again(jobs):
