@@ -20,8 +20,8 @@ SITE = {
     "TASP_INTERFACE": "ib0", "TASP_RENDEZVOUS": "%n-ib0",
 }  # fmt: skip
 IN_A_JOB = {
-    "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "SLURMD_NODENAME": "a17",
-    "SLURM_JOB_NAME": "night",
+    "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_ON_NODE": "96", "SLURMD_NODENAME": "a17", "SLURM_JOB_NAME": "night",
 }  # fmt: skip
 
 
