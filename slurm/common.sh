@@ -62,6 +62,7 @@ $dry || type -P "${python[0]}" >/dev/null ||
 if [[ -n $TASP_INTERFACE ]]; then
     export NCCL_SOCKET_IFNAME=$TASP_INTERFACE GLOO_SOCKET_IFNAME=$TASP_INTERFACE # RCCL reads NCCL_*
 fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this checkout, whatever is installed
 threads=$((cpus / per_node))
 export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 # shellcheck disable=SC2016 # torchrun fills it in
