@@ -11,7 +11,7 @@ OLD := sys.version_info < (3, 11)
 PINS := sed -n -E -e 's/^ *- *([A-Za-z0-9._-]+==[^ ]+).*/\1/p' -e 's/^ *- *(--extra-index-url .*)/\1/p'
 NOTEBOOKS := ^ *\# notebooks
 
-.PHONY: help demo test test-full test-slurm lint notebooks bench clean
+.PHONY: help demo test test-full lint notebooks bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,13 +28,14 @@ test: $(VENV)/.ok ## the test suite (minutes)
 test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
 	$(PY) -m pytest -m full --timeout 3000
 
-test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
-	$(PY) -m pytest -m slurm tests/test_slurm.py
-
 lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+.PHONY: test-slurm
+test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
+	$(PY) -m pytest -m slurm tests/test_slurm.py
 
 notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab
 	$(PY) -m jupyterlab notebooks/index.ipynb

@@ -81,7 +81,7 @@ CONF
         printf 'NodeName=n%d NodeHostname=%s NodeAddr=127.0.0.1 Port=%d CPUs=%d\n' \
             "$node" "$(hostname)" "$((port + 1 + node))" "$cpus"
     done
-    printf 'PartitionName=local Nodes=ALL Default=YES MaxTime=60 State=UP\n'
+    printf 'PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n'
 }
 
 # Whether the process of this pid file is alive and ours: a stale file may name anybody's.

@@ -12,16 +12,19 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from tasp_core.lab.metrics import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 PROBE = "tests/slurm_probe.py"
+TRAIN = ("--steps", "60", "--tokens", "256", "--save-every", "7")
 OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -74,6 +77,18 @@ class Job(NamedTuple):
         path = self.cluster.folder / f"{self.name}-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
+    def until(self, happens: Callable[[], bool], within_s: float) -> None:
+        """Wait for it, and fail where the job ends first."""
+        end = time.monotonic() + within_s
+        while not happens():
+            assert self.shown()["JobState"] not in OVER, self.log()
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.2)
+
+    def steps(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of a training's steps."""
+        return [(x["loss"], x["grad_norm"]) for x in read(self.result() / "metrics.jsonl")]
+
     def result(self) -> Path:
         return self.cluster.folder / f"{self.name}-{self.number}"
 
@@ -100,6 +115,9 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
     return {
         "limit": cluster.submit("train.sbatch", "save", saved, probe=True,
                                 options="--time=2 --signal=B:USR1@45"),
+        "straight": cluster.submit("train.sbatch", *TRAIN),
+        "requeued": cluster.submit("train.sbatch", *TRAIN),
+        "grows": cluster.submit("train.sbatch", *TRAIN, options="--nodes=1"),
         "meet": cluster.submit("bench_h100_multinode.sbatch", "meet", "a b", "c", probe=True),
         "unset": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE=""),
         "blind": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE="rocm", SLURM_GPUS_ON_NODE="2"),
@@ -131,6 +149,30 @@ def test_ranks_meet_and_are_where_the_map_says(jobs):
         (own,) = logs.glob(f"{job.number}_*/attempt_0/{who['local_rank']}/stdout.log")
         assert json.loads(own.read_text().splitlines()[-1])["rank"] == who["rank"]
         assert (job.result() / "topology" / f"{who['node']}.txt").read_text()
+
+
+def test_a_training_that_is_killed_and_queued_again_has_the_same_losses(jobs):
+    job = jobs["requeued"]
+    job.until(lambda: len(job.steps()) > 10, 200)
+    job.cluster.call("scontrol", "requeue", job.number)
+    assert job.end(200)["Restarts"] == "1"
+    assert re.search(r"going on after step \d+ of 60$", job.log(), re.M), job.log()
+    assert jobs["straight"].end(200)["ExitCode"] == "0:0", jobs["straight"].log()
+    assert len(job.steps()) == 60
+    assert job.steps() == jobs["straight"].steps()  # bit for bit
+
+
+def test_a_training_goes_on_with_twice_the_ranks(jobs):
+    job = jobs["grows"]
+    job.until(lambda: len(job.steps()) > 10, 200)
+    job.cluster.call("scancel", job.number)
+    job.end(100)
+    arguments = (*TRAIN, "--out", str(job.result()))
+    wider = job.cluster.submit("train.sbatch", *arguments, options="--nodes=2")
+    assert wider.end(200)["ExitCode"] == "0:0", wider.log()
+    assert re.search(r"going on after step \d+ of 60$", wider.log(), re.M), wider.log()
+    straight = jobs["straight"].steps()
+    assert np.abs(np.array(job.steps()) - np.array(straight)).max() < 1e-5
 
 
 def test_missing_settings_end_the_job_in_one_line(jobs):
