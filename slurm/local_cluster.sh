@@ -70,6 +70,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=3,sched_interval=5
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
