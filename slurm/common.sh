@@ -2,6 +2,7 @@
 # What the jobs here share. A job is a few #SBATCH lines, `source slurm/common.sh` and one call:
 #
 #   ranks ARGUMENTS...    torchrun ARGUMENTS on every node of the allocation, one task a node
+#   bench ARGUMENTS...    ranks with `bench attention`, on the shapes of Llama 3 8B
 #   run COMMAND...        prints the command and runs it; with --dry-run it only prints
 #
 # Submit from the repository's root. `bash slurm/NAME.sbatch --dry-run` shows a job without Slurm.
@@ -99,4 +100,10 @@ ranks() {
     while kill -0 $! 2>/dev/null; do wait $! || true; done # a trapped signal ends a wait early
     wait $! || failed
     ! $requeue || run scontrol requeue "$SLURM_JOB_ID"
+}
+
+# What is said later wins: the caller's words, then the user's.
+bench() {
+    ranks -m tasp_core bench attention --dtype bfloat16 --heads 32 --kv-heads 8 --head-dim 128 \
+        --methods ring,tasp,wave,all_gather --lengths 16384,65536,262144 --out "$result/bench.json" "$@"
 }

@@ -20,10 +20,14 @@ import numpy as np
 import pytest
 from tasp_core.lab.metrics import read
 
+from tasp_core import machine
+
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "slurm" / "local_cluster.sh"
+CALL = re.compile(r"^(?:ranks|bench) .*", re.M)
 PROBE = "tests/slurm_probe.py"
+SMALL = ("--dtype", "float32", "--repeats", "2", "--forward")
 TRAIN = ("--steps", "30", "--tokens", "256", "--save-every", "4", "--lr", "1e-3")
 OVER = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -46,7 +50,7 @@ class Cluster(NamedTuple):
         """Submit a job's file; with `probe` its program is replaced by the probe."""
         path = ROOT / "slurm" / job
         if probe:
-            text, times = re.subn(r"^ranks .*", f'ranks {PROBE} "$@"', path.read_text(), flags=re.M)
+            text, times = re.subn(CALL, f'ranks {PROBE} "$@"', path.read_text())
             assert times == 1
             path = self.folder / job
             path.write_text(text)
@@ -62,8 +66,13 @@ class Job(NamedTuple):
     name: str
 
     def shown(self) -> dict[str, str]:
-        text = self.cluster.call("scontrol", "show", "job", "-o", self.number)
-        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+        """What Slurm says; of an array, of the element that is furthest from a good end."""
+        text = self.cluster.call("scontrol", "show", "job", "-o", self.number).strip()
+        rows = [
+            dict(word.split("=", 1) for word in line.split() if "=" in word)
+            for line in text.splitlines()
+        ]
+        return min(rows, key=lambda row: (row["JobState"] in OVER, row["ExitCode"] == "0:0"))
 
     def end(self, within_s: float) -> dict[str, str]:
         """What Slurm says of the job once it is over."""
@@ -118,9 +127,14 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
         "meet": cluster.submit("bench_h100_multinode.sbatch", "meet", "a b", "c", probe=True),
         "unset": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE=""),
         "blind": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE="rocm", SLURM_GPUS_ON_NODE="2"),
-        "refuses": cluster.submit("bench_h100_multinode.sbatch", "refuse", "3 is odd", probe=True),
+        "refuses": cluster.submit("bench_mi300x.sbatch", "refuse", "3 is odd", probe=True),
         "killed": cluster.submit("bench_h100_multinode.sbatch", "die", "3", probe=True),
         "dry": cluster.submit("calibrate.sbatch", "--dry-run"),
+        "bench": cluster.submit("bench_h100_multinode.sbatch", *SMALL, "--machine", "mesh2x2",
+                                "--lengths", "256", "--methods", "ring,tasp"),
+        "calibrate": cluster.submit("calibrate.sbatch"),
+        "sweep": cluster.submit("array_sweep.sbatch", *SMALL, options="--array=0-1",
+                                SCHEDULES="tasp", LENGTHS="256 512"),
         "straight": cluster.submit("train.sbatch", *TRAIN),
         "requeued": cluster.submit("train.sbatch", *TRAIN),
         "grows": cluster.submit("train.sbatch", *TRAIN, options="--nodes=1"),
@@ -190,7 +204,30 @@ def test_a_killed_rank_ends_the_job_and_is_named(jobs):
 def test_what_every_rank_refuses_ends_in_one_line(jobs):
     job = jobs["refuses"]
     assert job.end(200)["ExitCode"] == "1:0"
-    assert job.log().splitlines()[-1].strip() == "4 ValueError: 3 is odd"
+    assert job.log().splitlines()[-1].strip() == "2 ValueError: 3 is odd"
+
+
+def test_a_benchmark_leaves_its_result(jobs):
+    job = jobs["bench"]
+    assert job.end(300)["ExitCode"] == "0:0", job.log()
+    found = json.loads((job.result() / "bench.json").read_text())
+    assert found["right"]
+    assert found["config"]["ranks"] == 4
+
+
+def test_a_sweep_ends_in_one_table_and_plot(jobs):
+    job = jobs["sweep"]
+    assert job.end(300)["ExitCode"] == "0:0"
+    table = (job.result() / "results.csv").read_text()
+    assert {"tasp-256.json", "tasp-512.json"} <= set(re.findall(r"^[\w-]+\.json", table, re.M))
+    assert "<svg" in (job.result() / "time.svg").read_text()
+
+
+def test_calibration_leaves_a_machine(jobs):
+    job = jobs["calibrate"]
+    assert job.end(300)["ExitCode"] == "0:0", job.log()
+    found = machine(job.result() / "machine.json")
+    assert (found.ranks, found.node_size) == (4, 2)
 
 
 def test_a_training_that_is_killed_and_queued_again_has_the_same_losses(jobs):

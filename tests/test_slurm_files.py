@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def torchrun(printed: list[list[str]]) -> tuple[dict[str, str], list[str]]:
     return dict(w[2:].split("=", 1) for w in options), tail[len(options) :]
 
 
+def said(program: list[str], option: str) -> str:
+    """The value that counts: the last."""
+    return dict(pairwise(program))[option]
+
+
 def test_the_jobs_are_all_here():
     stems = "array_sweep bench_h100_1node bench_h100_multinode bench_mi300x calibrate train"
     assert [f"{stem}.sbatch" for stem in stems.split()] == JOBS
@@ -77,7 +83,7 @@ def test_a_dry_run_in_a_job_counts_by_slurm(job):
     assert program[-2:] == ["--last", "a b"]  # passed through, quoted, after the job's own
     for step in (words for words in printed if words[0] == "srun"):
         assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} < {*step}
-    result = program[program.index("--out") + 1]
+    result = said(program, "--out")
     assert result.startswith("results/slurm/night-41234")
 
 
@@ -117,10 +123,9 @@ def test_a_sweep_runs_every_case_once():
     for task in range(12):
         array = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": str(task)}
         _, program = torchrun(commands("array_sweep.sbatch", settings=SITE | IN_A_JOB | array))
-        cases.append(
-            (program[program.index("--schedule") + 1], program[program.index("--docs") + 1])
-        )
-        assert program[program.index("--out") + 1].startswith(f"results/slurm/night-9/{task}/")
+        case = (said(program, "--methods"), said(program, "--lengths"))
+        assert said(program, "--out") == f"results/slurm/night-9/{'-'.join(case)}.json"
+        cases.append(case)
     assert len(set(cases)) == 12
     beyond = SITE | IN_A_JOB | {"SLURM_ARRAY_TASK_ID": "12"}
     done = bash("array_sweep.sbatch", "--dry-run", settings=beyond)
@@ -187,7 +192,7 @@ def test_a_job_is_directives_and_a_few_lines(job):
     assert not any(
         line.startswith("#SBATCH") for line in lines[first:]
     )  # Slurm stops reading there
-    assert len(code) <= (2 if job != "array_sweep.sbatch" else 9)
+    assert len(code) <= (2 if job != "array_sweep.sbatch" else 10)
 
 
 def test_only_the_site_file_asks_to_be_edited():
