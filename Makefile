@@ -36,6 +36,10 @@ lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
+.PHONY: test-slurm
+test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
+	$(PY) -m pytest -m slurm tests/test_slurm.py
+
 notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab
 	$(PY) -m jupyterlab notebooks/index.ipynb
 

@@ -61,7 +61,8 @@ def compute(groups: list[Group], docs: Documents) -> Compute | None:
     low, high = int(keys.offset.min()), int((keys.offset + keys.count).max())
     gather, work = None, keys.offset - low  # where each piece begins among the rows kernels read
     merged = docs.window_size is None  # else every sequence reads one piece
-    if (merged and not all(map(_in_place, used))) or high - low > 2 * size:
+    apart = len(tiled) > 1 and high - low > 2 * size  # own rows and travelling ones, say
+    if apart or (merged and not all(map(_in_place, used))):
         gather = ranges(keys.offset - low, keys.offset - low + keys.count)[0]
         work = np.cumsum(keys.count) - keys.count
     parts: list[list[Sequences]] = [[], [], []]  # causal, mirrored, full
