@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
@@ -135,3 +136,21 @@ def llama(size: str, recompute: Recompute = "none") -> TinyLlama:
     if size not in SIZES:
         raise PlanError(f"no model size {size!r}; known are {', '.join(SIZES)}")
     return TinyLlama(**vars(SIZES[size]), recompute=recompute)
+
+
+@torch.no_grad()
+def init_weights(model: TinyLlama, seed: int) -> None:
+    """Seeded weights, one tensor after the other: the same whether and however they are sharded."""
+    depth = (2 * len(model.blocks)) ** -0.5
+    for i, (name, w) in enumerate(model.named_parameters()):
+        if w.dim() == 1:
+            w.fill_(1.0)
+            continue
+        generator = torch.Generator().manual_seed(seed * 10007 + i)
+        full = torch.randn(w.shape, generator=generator) * 0.02
+        if name.endswith(("out.weight", "down.weight")):
+            full *= depth  # what is added to the stream does not grow with the number of layers
+        full = full.to(w.device)
+        if isinstance(w, DTensor):
+            full = distribute_tensor(full, w.device_mesh, w.placements, src_data_rank=None)
+        w.copy_(full)
