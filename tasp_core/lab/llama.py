@@ -88,7 +88,8 @@ class Block(nn.Module):
         """q [T, H, D], k [T, K, D], v [T, K, D] of normed inputs, q and k rotated."""
         packed = self.qkv(self.norm1(x_TD)).unflatten(-1, (-1, self.head_dim))
         q, k, v = packed.split(self.sizes, dim=1)
-        return rotate(q, positions), rotate(k, positions), v
+        # v as a copy: as a part of `packed` it would keep all of that alive with it
+        return rotate(q, positions), rotate(k, positions), v.contiguous()
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x_TD = x_TD + self.out(attend(*self.heads(x_TD, positions)).flatten(1))
