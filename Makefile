@@ -14,7 +14,7 @@ NOTEBOOKS := ^ *\# notebooks
 OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
     requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
-.PHONY: help demo test test-full test-hf lint notebooks bench clean
+.PHONY: help demo test test-full test-hf test-slow lint notebooks bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,9 @@ test: $(VENV)/.ok ## the test suite (minutes)
 
 test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
 	$(PY) -m pytest -m full --timeout 3000
+
+test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outside (minutes)
+	$(PY) -m pytest -m slow
 
 test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers
 	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py

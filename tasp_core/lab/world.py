@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import PlanError
 from ..integrations.fsdp import flat
+from ..kernels import resolve
 from ..plan import plan
 from .settings import Settings
 
@@ -75,13 +76,14 @@ class World:
             intra=s.intra,
         )
         gpu = torch.cuda.is_available()
+        kind = "cuda" if gpu else "cpu"
+        resolve(s.kernel, kind, getattr(torch, s.dtype))
         if gpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if not started:
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             where: dict[str, Any] = {} if "RANK" in os.environ else alone
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", **where)
-        kind = "cuda" if gpu else "cpu"
         mesh = init_device_mesh(kind, (parts, ranks), mesh_dim_names=("dp", "sp"))
         return cls(mesh, flat(mesh, "dp", "sp"), torch.device(kind))
 
