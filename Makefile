@@ -10,8 +10,11 @@ OLD := sys.version_info < (3, 11)
 # Lines of environment.yml as pip requirements; the notebooks' come last, under their own heading.
 PINS := sed -n -E -e 's/^ *- *([A-Za-z0-9._-]+==[^ ]+).*/\1/p' -e 's/^ *- *(--extra-index-url .*)/\1/p'
 NOTEBOOKS := ^ *\# notebooks
+# An older transformers with what it pins, laid over the environment for a second run of its tests.
+OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
+    requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
-.PHONY: help demo test test-full test-browser lint notebooks bench clean
+.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow fabric-bench lint notebooks bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +33,12 @@ test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
 
 test-browser: $(VENV)/.notebooks-ok ## notebooks in JupyterLab and Chromium (needs Debian's chromium)
 	$(PY) -m pytest -m browser tests/browser
+
+test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outside (minutes)
+	$(PY) -m pytest -m slow
+
+test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers
+	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py
 
 lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check
@@ -70,6 +79,11 @@ $(VENV)/.ok: environment.yml pyproject.toml
 	@$(PIP) -r $(VENV)/pins.txt
 	@echo "-- installing tasp_core and visualize from here (editable)"
 	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.hf-ok: $(VENV)/.ok Makefile
+	@echo "-- installing $(firstword $(OLDER)) beside the environment's"
+	@$(PIP) --target $(VENV)/older --upgrade --no-deps $(OLDER)
 	@touch $@
 
 $(VENV)/.notebooks-ok: $(VENV)/.ok

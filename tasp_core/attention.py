@@ -55,6 +55,23 @@ def attention(
         PlanError: on every rank, when any rank's tensors or plan do not fit; says which and why.
         TransportError: a peer stopped answering.
     """
+    import torch
+
+    from . import recompute
+
+    # one graph break where torch.compile traces a model; eager code does not pay for it
+    run = recompute.opaque() if torch.compiler.is_compiling() else recompute.once
+    return run(
+        _attention, q, k, v, plan, group, scale, kernel,
+        return_lse=return_lse, grad_comm_dtype=grad_comm_dtype,
+    )  # fmt: skip
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Any, scale: float | None, kernel: str, *,
+    return_lse: bool, grad_comm_dtype: torch.dtype | None,
+) -> Any:  # fmt: skip
+    """`attention` itself."""
     import torch.distributed as dist
 
     from .execute import Attention, Context

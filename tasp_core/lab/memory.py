@@ -1,0 +1,87 @@
+"""Memory of a training step on one rank: what it should be, and what it is.
+
+The model (d width, q = heads and kv heads together, h SwiGLU's width, all in values a token; L layers):
+
+    states       16 bytes a parameter / world size: weight, gradient, two moments
+    gathered     two blocks and the root's weights, one block's gradient; nothing on one rank
+    saved        L x (x d, q k v q, out d, lse) where attention is kept; L x d where all runs again
+    working      one block of the backward pass: 4 d + q + 6 h, and its own q k v, out where all runs again
+    logits       3 x vocabulary in float32, where that is more than a block
+
+What a rank holds of a row is tokens / P, so saved and working fall with P, states with the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from .llama import VOCABULARY, Size
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by what for."""
+
+    states: int
+    gathered: int
+    saved: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """At the peak of a step."""
+        return self.states + self.gathered + self.saved + self.working
+
+
+def predict(size: Size, tokens: int, world: int, recompute: str, itemsize: int = 4) -> Memory:
+    """The model's figures for a rank that holds `tokens` tokens of a row.
+
+    Raises:
+        PlanError: recompute="none", whose activations depend on how torch splits its operations.
+    """
+    if recompute == "none":
+        raise PlanError("memory is modelled for recompute='kept' and 'all', not for 'none'")
+    d, h = size.dim, size.hidden
+    q = d + 2 * size.kv_heads * (d // size.heads)
+    root = 2 * VOCABULARY * d + d
+    block = (size.parameters - root) // size.layers
+    kept = recompute == "kept"
+    saved = size.layers * ((2 * d + q if kept else d) * itemsize + 4 * size.heads * kept)
+    working = (4 * d + q + 6 * h + (0 if kept else d + q)) * itemsize
+    logits = 3 * VOCABULARY * 4
+    alone = world == 1
+    return Memory(
+        16 * size.parameters // world,
+        0 if alone else (2 * block + root) * itemsize + block * 4,
+        tokens * saved,
+        tokens * max(working, logits),
+    )
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a rank's weights and optimiser states."""
+    values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    return sum(_local(v).numel() * v.element_size() for v in values)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def measure_cpu(step: Callable[[], Any]) -> int:
+    """Most bytes that were allocated at once while `step` ran, beyond those before it (CPU tensors)."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        step()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():  # in order of time
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
