@@ -21,6 +21,7 @@ from .program import Program
 from .report import Report
 from .rings import Rings, decompose
 from .schedules import schedules
+from .select import Choice, select
 from .simulate import Timeline, simulate
 from .support import supports
 from .topology import Bus, Machine, cut_bound, machine
@@ -40,6 +41,7 @@ _TENSOR_NAMES = {
 
 __all__ = [
     "Bus",
+    "Choice",
     "Documents",
     "Explanation",
     "LayoutError",
@@ -64,6 +66,7 @@ __all__ = [
     "machine",
     "plan",
     "schedules",
+    "select",
     "simulate",
     "supports",
     *_TENSOR_NAMES,

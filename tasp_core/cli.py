@@ -1,4 +1,4 @@
-"""The command line: demo, rings, plan, check, simulate, run, bench, doctor; every one takes --json.
+"""The command line: demo, rings, plan, check, simulate, select, run, bench, doctor; every one takes --json.
 
 Exit codes: 0 fine, 1 a result is wrong, 2 the question was. Commands that need tensors import them
 when they run, so that planning works and stays quick on machines without torch.
@@ -245,6 +245,7 @@ def doctor(json_: Json = False) -> None:
 
 
 app.command("simulate")(predict.simulate_command)
+app.command("select")(predict.select_command)
 
 
 def main() -> None:

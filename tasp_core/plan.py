@@ -238,8 +238,8 @@ def plan(
     Args:
         docs: the row's documents, or their lengths in tokens (then causal).
         ranks: degree of sequence parallelism, >= 1.
-        schedule: a name of `schedules()`.
-        layout: a name of `layouts()`.
+        schedule: a name of `schedules()`, or "auto": what `select` takes for typical tensors.
+        layout: a name of `layouts()`, or "auto".
         machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
         intra: degree of Ulysses inside: groups of so many consecutive ranks of one node share
             their tokens and divide the heads; `schedule` and `layout` work between the groups.
@@ -255,6 +255,13 @@ def plan(
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
     intra = whole(intra, "intra", 1, PlanError)
+    if "auto" in (schedule, layout):
+        from .select import TYPICAL, select  # it makes plans itself
+
+        if schedule_options:
+            raise PlanError("schedule_options need a named schedule, not 'auto'")
+        where = resolve_machine(machine, ranks)
+        return select(docs, where, **TYPICAL, schedule=schedule, layout=layout, intra=intra).plan
     found = between_groups(resolve_machine(machine, ranks), intra)
     placed = Layout(layout, docs, found.ranks)
     return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)

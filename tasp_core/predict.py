@@ -1,9 +1,12 @@
-"""The commands that predict: simulate; nothing is run."""
+"""The commands that predict, simulate and select; nothing is run."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from .documents import Documents
 from .options import (
     Docs,
     Dtype,
@@ -19,9 +22,11 @@ from .options import (
     Ranks,
     ScheduleName,
     Window,
+    lengths,
     plan_from,
     show,
 )  # fmt: skip
+from .select import select
 from .simulate import simulate
 from .topology import machine as find_machine
 
@@ -54,3 +59,27 @@ def simulate_command(
         show({name: timeline.as_dict() for name, timeline in passes.items()})
     else:
         print("\n\n".join(map(str, passes.values())))
+
+
+def select_command(
+    docs: Docs = "4096",
+    machine: Annotated[str, typer.Option(help="As for simulate.")] = "mesh4",
+    full: Full = False,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 2,
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "bfloat16",
+    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show all candidates.")] = False,
+    json_: Json = False,
+) -> None:
+    """Choose schedule, layout and Ulysses degree for a row on a machine by simulating all."""
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    row = Documents.of(lengths(docs), causal=not full)
+    choice = select(row, find_machine(machine), **sizes, dtype=dtype, backward=backward)
+    if json_:
+        show(choice.as_dict())
+    else:
+        print(choice)
+        if explain:
+            print("\n" + choice.explain())

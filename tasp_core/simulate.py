@@ -151,9 +151,11 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
         return np.zeros(work.pairs.shape)
     result = work.pairs * (heads * (10 if backward else 4) / (tflops * 1e12))
     result += work.calls * machine.kernel_s
-    if machine.memory_gbps:  # q and the part are read and written, the float32 sum both
-        row = (3 * sizes.item + 2 * sizes.wide) * (2 if backward else 1)
-        result += work.rows * (heads * row / (machine.memory_gbps * 1e9))
+    if machine.memory_gbps:  # queries are read, a part is written; from step 1 on it is merged
+        row = np.full(work.rows.shape[1], 3 * sizes.item + 2 * sizes.wide)
+        row[0] = 2 * sizes.item
+        gbytes = heads * row * (2 if backward else 1) / 1e9
+        result += work.rows * (gbytes / machine.memory_gbps)
     return result
 
 

@@ -157,10 +157,8 @@ def test_kernel_calls_and_memory_cost_time():
     where = Machine("m", 2, link_gbps=1e6, latency_s=0.0, tflops=1e9, kernel_s=1.0)
     assert run(plan([64], 2, schedule="ring", machine=where)).compute_s == pytest.approx(3.0)
     slow = replace(where, kernel_s=0.0, memory_gbps=1.0)
-    rows = 32 + 32  # full mask: all queries of each of two steps
-    assert run(full(32, 2, "ring", slow)).compute_s == pytest.approx(
-        rows * 128 * 14 / 1e9, rel=1e-3
-    )
+    nbytes = 32 * 4 + 32 * 14  # the second step's part is merged with the first's
+    assert run(full(32, 2, "ring", slow)).compute_s == pytest.approx(nbytes * 128 / 1e9, rel=1e-3)
 
 
 def test_a_rank_waits_only_for_its_own_messages():

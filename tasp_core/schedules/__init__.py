@@ -9,19 +9,32 @@ from ..errors import PlanError
 from ..layout import Layout
 from ..topology import Machine
 from .base import DKV, DQ, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
+from .double_ring import DoubleRing
 from .helper import Helper, Mesh, TokenRing
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap import Sap
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "KINDS", "KV", "OUT", "AllGather", "Hops", "Meets", "Promise", "Q", "Ring",
+    "DKV", "DQ", "KINDS", "KV", "OPTIONS", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Promise", "Q", "Ring",
     "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails", "Wave", "build", "schedules",
 ]  # fmt: skip
 
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.name: cls
-    for cls in (Ring, Tasp, TaspPaths, TaspRails, Wave, AllGather, Helper, TokenRing, Mesh, Sap)
+    for cls in (
+        Ring,
+        DoubleRing,
+        Tasp,
+        TaspPaths,
+        TaspRails,
+        Wave,
+        AllGather,
+        Helper,
+        TokenRing,
+        Mesh,
+        Sap,
+    )  # fmt: skip
 }
 
 
@@ -45,6 +58,7 @@ def _mesh_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any
 
 EXCHANGES = ("p2p", "all_to_all")
 OPTIONS = {
+    "double_ring": ("exchange", "rings"),
     "wave": ("exchange", "blocks", "twins"),
     "all_gather": (),
     "helper": (),

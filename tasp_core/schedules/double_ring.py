@@ -1,0 +1,112 @@
+"""Double ring: KV goes round inside each node while it moves on to the next node (LoongTrain).
+
+In round j = 0 .. u - 1 a rank brings what its rail brought in round j - 1 (in round 0 its own KV) round
+the rings of its node, m - 1 steps, and meanwhile passes it on to its rail in the next node:
+
+    ring    k m + x -> k m + y          step j L + d     x, y neighbours on ring i of K_m, d < m - 1
+    rail    (k - 1) m + r -> k m + r    step (j - 1) L + i mod L            L = m - 1 steps a round
+
+"rings": "all" cuts KV into one share for each ring of K_m, which then loads all links alike; "one"
+sends it whole round one ring, as published. A gradient rides one hop behind its keys round the node,
+and goes from where it entered the node straight home. Source: LoongTrain (Gu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import PlanError
+from ..rings import Rings, decompose
+from .base import DKV, KV, Hops, Promise, Schedule
+
+RINGS = ("all", "one")
+
+
+@dataclass(frozen=True)
+class DoubleRing(Schedule):
+    """rings inside nodes, an outer ring between them, one round after the other (LoongTrain)"""
+
+    rings: str = "all"
+
+    name = "double_ring"
+    alike = True
+
+    def __post_init__(self) -> None:
+        if self.rings not in RINGS:
+            raise PlanError(
+                f"schedule 'double_ring': rings must be one of {RINGS}, got {self.rings!r}"
+            )
+
+    @cached_property
+    def inner(self) -> Rings:
+        """The rings of local ranks, one a share."""
+        m = self.node_size
+        one = m == 1 or self.rings == "one"
+        return Rings(np.arange(m, dtype=np.int64)[None, :], 0) if one else decompose(m)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "rings": self.rings}
+
+    @property
+    def num_shares(self) -> int:
+        return len(self.inner)
+
+    @property
+    def round(self) -> int:
+        """Steps a round, L."""
+        return max(1, self.node_size - 1)
+
+    @property
+    def promise(self) -> Promise:
+        nodes = self.ranks // self.node_size
+        rails = -(-self.num_shares // self.round) if nodes > 1 else 0
+        # two steps' arrivals on rings; for the next round, a rank's KV and what still has to go on
+        waiting = 1 + rails / self.num_shares * (nodes > 2) if rails and self.node_size > 1 else 0
+        return Promise(max(1, self.inner.fold), rails, 2.0 + waiting)
+
+    def _inside(self, kind: int, rank: int | None) -> Hops:
+        """Hops round the nodes; gradients follow one hop behind and close the ring."""
+        m, u = self.node_size, self.ranks // self.node_size
+        cycle = self.inner.array
+        ring = np.arange(len(cycle))[:, None, None, None, None]
+        j, d = np.arange(u)[:, None], np.arange(m - 1) + (kind == DKV)
+        if rank is None:
+            node, at = np.arange(u)[:, None, None, None], np.arange(m)[:, None, None]
+        else:  # the hops that leave the rank, and those that leave its predecessor
+            place = np.argsort(cycle, axis=1)[:, rank % m].reshape(-1, 1, 1, 1, 1)
+            node, at = np.array(rank // m), (place - np.array([0, 1])[:, None, None]) % m
+        local = node * m + cycle[ring, at]
+        after = node * m + cycle[ring, (at + 1) % m]
+        owner = (node - j) % u * m + cycle[ring, (at - d) % m]
+        step = j * self.round + d + (kind == DKV)
+        return Hops.grid(kind, m > 1, step, local, after, owner, ring)
+
+    def _between(self, kind: int, rank: int | None) -> Hops:
+        """Rails to the next node; gradients go straight home once the node's sum is complete."""
+        m, u, length = self.node_size, self.ranks // self.node_size, self.round
+        share = np.arange(self.num_shares)
+        j = np.arange(1, u)[:, None]
+        step = (j - 1) * length + share % length
+        if kind == DKV:
+            step = step + length + m + (m > 1)
+        reach = -j if kind == DKV else np.ones_like(j)
+        tables = []
+        for back in (0,) if rank is None else (0, 1):
+            at = np.arange(self.ranks)[:, None, None] if rank is None else np.array(rank)
+            node, local = at // m - back * reach, at % m
+            to = node + reach
+            owner = to if kind == DKV else to - j
+            src, dst, whose = (x % u * m + local for x in (node, to, owner))
+            tables.append(Hops.grid(kind, True, step, src, dst, whose, share))
+        return Hops.concat(tables)
+
+    def forward(self, rank: int | None) -> Hops:
+        return Hops.concat([self._inside(KV, rank), self._between(KV, rank)])
+
+    def gradients(self, rank: int | None) -> Hops:
+        return Hops.concat([self._inside(DKV, rank), self._between(DKV, rank)])

@@ -1,0 +1,253 @@
+"""select: simulate the plans a row and a machine allow, take the best, and say why.
+
+    choice = tasp.select(docs, tasp.machine("h100x2"), heads=32, kv_heads=8, head_dim=128)
+    choice.plan, choice.reason, print(choice)
+
+Of plans within CLOSE of the quickest the one with the smallest buffers is taken, then the one that
+communicates least. So that the choice does not change to and fro as rows grow, a plan must then be
+within KEEP at double the length; one that was close at half the length may be KEEP behind.
+Not tried: layouts that cannot win (striped; contiguous for one document), the exchange "all_to_all",
+and, over heads alone, more than one schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from .documents import Documents
+from .errors import PlanError
+from .hardware import Machine
+from .plan import Plan
+from .plan import plan as make_plan
+from .schedules import OPTIONS, schedules
+from .simulate import simulate
+from .traffic import Sizes
+
+CLOSE, KEEP = 0.025, 0.049
+AUTO = "auto"
+# what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
+TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+
+class Row(NamedTuple):
+    """One candidate; seconds are 0 where it is excluded, `excluded` then says why.
+
+    `buffer_bytes` is what a rank holds besides its own tensors: travelling KV, and what Ulysses gathers.
+    """
+
+    schedule: str
+    layout: str
+    intra: int
+    options: dict[str, Any]
+    total_s: float = 0.0
+    comm_s: float = 0.0
+    compute_s: float = 0.0
+    buffer_bytes: float = 0.0
+    excluded: str = ""
+    heads_alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The candidate in words."""
+        options = ",".join(f"{k}={v}" for k, v in self.options.items())
+        ulysses = f"ulysses {self.intra}" if self.intra > 1 else ""
+        inner = () if self.heads_alone else (self.schedule, options, "x", self.layout)
+        return " ".join(x for x in (*inner, ulysses) if x)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan taken, one line why, and all candidates, the quickest first."""
+
+    plan: Plan
+    reason: str
+    table: tuple[Row, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [row._asdict() for row in self.table]
+        return {"plan": self.plan.summary(), "reason": self.reason, "table": rows}
+
+    def explain(self) -> str:
+        """The table of candidates as text."""
+        lines = [("candidate", "total ms", "comm ms", "compute ms", "buffers MB")]
+        for row in self.table:
+            times = (f"{x * 1e3:.3f}" for x in (row.total_s, row.comm_s, row.compute_s))
+            why = f"- {row.excluded}"
+            last = why if row.excluded else f"{row.buffer_bytes / 1e6:.1f}"
+            lines.append((row.name, *(("-",) * 3 if row.excluded else times), last))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for first, *others, last in lines:
+            cells = (x.rjust(w) for x, w in zip(others, widths[1:-1], strict=True))
+            text.append("  ".join((first.ljust(widths[0]), *cells, last)))
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        return f"{self.plan.summary()}\n{self.reason}"
+
+
+def select(
+    docs: Documents, machine: Machine, *, heads: int, kv_heads: int | None = None, head_dim: int,
+    dtype: str = "bfloat16", backward: bool = False, batch: int = 1, schedule: str = AUTO,
+    layout: str = AUTO, intra: int | None = None, buffer_bytes: float = float("inf"),
+) -> Choice:  # fmt: skip
+    """The plan with the least simulated time, forward or, with `backward`, of both passes.
+
+    Args:
+        heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
+        schedule, layout, intra: fixed ones; default: all that may win.
+        buffer_bytes: the most a rank may hold besides its own tensors.
+
+    Raises:
+        PlanError: nothing works; each candidate's reason is told.
+
+    >>> from .topology import machine
+    >>> chosen = select(Documents.of([65536]), machine("mesh8"), heads=32, kv_heads=8, head_dim=128)
+    >>> chosen.plan.schedule.name, chosen.plan.ranks
+    ('wave', 8)
+    """
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"dtype": dtype, "batch": batch}
+
+    def judge(row: Documents) -> list[tuple[Row, Plan]]:
+        candidates = _candidates(row, machine, schedule, layout, intra)
+        return _judged(candidates, row, machine, sizes, backward, buffer_bytes)
+
+    found = judge(docs)
+    table = tuple(row for row, _ in found)
+    works = [(row, made) for row, made in found if not row.excluded]
+    if not works:
+        reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
+        raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
+    half, double = (_resized(docs, factor) for factor in (0.5, 2))
+    now, before, after = (_behind(rows) for rows in (found, judge(half), judge(double)))
+    steady = [
+        item for item in works
+        if (now[item[0].name] <= CLOSE and after.get(item[0].name, 1.0) <= KEEP)
+        or (now[item[0].name] <= KEEP and before.get(item[0].name, 1.0) <= CLOSE)
+    ]  # fmt: skip
+    cost = [(round(row.buffer_bytes), row.comm_s) for row, _ in steady]
+    row, made = steady[cost.index(min(cost))] if steady else works[0]
+    return Choice(made, _reason(row, table, _alone(docs, machine, sizes, backward)), table)
+
+
+def _resized(docs: Documents, factor: float) -> Documents:
+    lengths = (docs.lengths * factor).astype(int)
+    return Documents.of(lengths, causal=docs.causal, window=docs.window)
+
+
+def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
+    """How far each candidate that works is behind the quickest, as a share of its time."""
+    good = [row for row, _ in found if not row.excluded]
+    return {row.name: row.total_s / good[0].total_s - 1 for row in good}
+
+
+def _judged(
+    candidates: Iterator[Row], docs: Documents, machine: Machine, sizes: dict[str, Any],
+    backward: bool, most: float,
+) -> list[tuple[Row, Any]]:  # fmt: skip
+    """Candidates with their figures and plans, the quickest first, then the excluded ones."""
+    found: list[tuple[Row, Any]] = []
+    said: set[tuple[str, int, str]] = set()
+    for candidate in candidates:
+        row, made = _judge(candidate, docs, machine, sizes, backward, most)
+        why = (row.schedule, row.intra, row.excluded)
+        if not row.excluded or why not in said:  # one row for what no layout can change
+            found.append((row, made))
+        said.add(why)
+    return sorted(found, key=lambda x: (x[0].excluded != "", x[0].total_s, x[0].comm_s))
+
+
+def _candidates(
+    docs: Documents, machine: Machine, schedule: str, layout: str, intra: int | None
+) -> Iterator[Row]:
+    """Rows still to be judged."""
+    m, n = machine.node_size, machine.ranks
+    degrees = [intra] if intra else [a for a in range(1, m + 1) if m % a == 0]
+    names = list(schedules()) if schedule == AUTO else [schedule]
+    packed = int((docs.lengths > 0).sum() > 1)
+    spread = ["contiguous"] * (packed or not docs.causal) + ["zigzag"] * docs.causal
+    layouts = (
+        spread + (["per_document", "balanced"] if packed else []) if layout == AUTO else [layout]
+    )
+    for a, name, place in product(degrees, names, layouts):
+        alone = a == n  # over heads alone all schedules and layouts are the same
+        if alone and (name, place) != (names[0], layouts[0]):
+            continue
+        for options in _options(name, n // a) if not alone else ({},):
+            yield Row(name, place, a, options, heads_alone=alone and a > 1)
+
+
+def _options(name: str, groups: int) -> Iterator[dict[str, Any]]:
+    """Options worth trying: coarser cuts of KV where steps and messages cost more than bytes."""
+    yield {}
+    if "blocks" in OPTIONS.get(name, ()):
+        for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):
+            yield {"blocks": blocks, "twins": 0}
+
+
+def _judge(
+    row: Row, docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool, most: float
+) -> tuple[Row, Plan | None]:
+    """The row with its figures and its plan, or with the reason why it is excluded."""
+    try:
+        made = make_plan(
+            docs, machine.ranks, schedule=row.schedule, layout=row.layout, machine=machine,
+            intra=row.intra, schedule_options=row.options or None,
+        )  # fmt: skip
+        passes = [
+            simulate(made, machine, **sizes, backward=b) for b in (False, True)[: 1 + backward]
+        ]
+    except ValueError as error:
+        return row._replace(excluded=str(error)), None
+    width, part = Sizes.of(made, **sizes), made.inner.layout.counts.max()
+    kv = max(map(width.kv, width.parts)) * made.schedule.promise.buffer * (made.inner.ranks > 1)
+    gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
+    row = row._replace(
+        total_s=sum(x.total_s for x in passes), comm_s=sum(x.comm_s for x in passes),
+        compute_s=sum(x.compute_s for x in passes),
+        buffer_bytes=float(part * (kv + gathered) * width.item),
+    )  # fmt: skip
+    if row.buffer_bytes > most:
+        why = f"buffers of {row.buffer_bytes / 1e6:.1f} MB, {most / 1e6:.1f} are allowed"
+        return row._replace(excluded=why), None
+    return row, made
+
+
+def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool) -> float:
+    """Seconds of plain attention, all of it on one rank."""
+    plain = make_plan(docs, 1, schedule="ring", layout="contiguous")
+    one = Machine("one", 1, **{k: getattr(machine, k) for k in KERNEL})
+    return sum(
+        simulate(plain, one, **sizes, backward=b).total_s for b in (False, True)[: 1 + backward]
+    )
+
+
+KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps")
+
+
+def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
+    """One line: what was taken, against what."""
+    others = [
+        x for x in table if not x.excluded and (x.schedule, x.intra) != (row.schedule, row.intra)
+    ]
+    ring = next((x for x in others if (x.schedule, x.intra) == ("ring", 1)), None)
+    rival = ring or next(iter(others), None)
+    text = f"{row.name}: {row.total_s * 1e3:.3f} ms"
+    text += (
+        ", communication hidden"
+        if row.total_s < 1.05 * row.compute_s
+        else (f", of which computing {row.compute_s * 1e3:.3f}")
+    )
+    if rival:
+        text += f"; {rival.name} {rival.total_s * 1e3:.3f} ms"
+    if alone_s and alone_s < row.total_s:
+        text += (
+            f"; plain attention on one rank would take {alone_s * 1e3:.3f} ms: "
+            "the row is too short to be worth splitting"
+        )
+    return text
