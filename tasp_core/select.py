@@ -4,8 +4,8 @@
     choice.plan, choice.reason, print(choice)
 
 Of plans within CLOSE of the quickest the one with the smallest buffers is taken, then the one that
-communicates least. So that the choice does not change to and fro as rows grow, a plan must then be
-within KEEP at double the length; one that was close at half the length may be KEEP behind.
+communicates least. So that the choice does not change to and fro as rows grow, a plan must also be
+within KEEP at 2 and 4 times the length; one that was close at half the length may be KEEP behind.
 Not tried: layouts that cannot win (striped; contiguous for one document), the exchange "all_to_all",
 and, over heads alone, more than one schedule.
 """
@@ -22,7 +22,9 @@ from .errors import PlanError
 from .hardware import Machine
 from .plan import Plan
 from .plan import plan as make_plan
-from .schedules import OPTIONS, schedules
+from .recipe import between_groups
+from .schedules import schedules
+from .schedules.paced import MOST_NODES, best_pace
 from .simulate import simulate
 from .traffic import Sizes
 
@@ -114,7 +116,8 @@ def select(
     sizes |= {"dtype": dtype, "batch": batch}
 
     def judge(row: Documents) -> list[tuple[Row, Plan]]:
-        candidates = _candidates(row, machine, schedule, layout, intra)
+        kv_bytes = row.total / machine.ranks * 2 * (kv_heads or heads) * head_dim * batch * 2
+        candidates = _candidates(row, machine, kv_bytes, schedule, layout, intra)
         return _judged(candidates, row, machine, sizes, backward, buffer_bytes)
 
     found = judge(docs)
@@ -123,12 +126,12 @@ def select(
     if not works:
         reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
         raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
-    half, double = (_resized(docs, factor) for factor in (0.5, 2))
-    now, before, after = (_behind(rows) for rows in (found, judge(half), judge(double)))
+    now = _behind(found)
+    before, *after = (_behind(judge(_resized(docs, factor))) for factor in (0.5, 2, 4))
     steady = [
         item for item in works
-        if (now[item[0].name] <= CLOSE and after.get(item[0].name, 1.0) <= KEEP)
-        or (now[item[0].name] <= KEEP and before.get(item[0].name, 1.0) <= CLOSE)
+        if all(later.get(item[0].name, 1.0) <= KEEP for later in (now, *after))
+        and min(now[item[0].name], before.get(item[0].name, 1.0)) <= CLOSE
     ]  # fmt: skip
     cost = [(round(row.buffer_bytes), row.comm_s) for row, _ in steady]
     row, made = steady[cost.index(min(cost))] if steady else works[0]
@@ -163,7 +166,12 @@ def _judged(
 
 
 def _candidates(
-    docs: Documents, machine: Machine, schedule: str, layout: str, intra: int | None
+    docs: Documents,
+    machine: Machine,
+    kv_bytes: float,
+    schedule: str,
+    layout: str,
+    intra: int | None,
 ) -> Iterator[Row]:
     """Rows still to be judged."""
     m, n = machine.node_size, machine.ranks
@@ -178,14 +186,20 @@ def _candidates(
         alone = a == n  # over heads alone all schedules and layouts are the same
         if alone and (name, place) != (names[0], layouts[0]):
             continue
-        for options in _options(name, n // a) if not alone else ({},):
+        for options in _options(name, machine, a, kv_bytes) if not alone else ({},):
             yield Row(name, place, a, options, heads_alone=alone and a > 1)
 
 
-def _options(name: str, groups: int) -> Iterator[dict[str, Any]]:
-    """Options worth trying: coarser cuts of KV where steps and messages cost more than bytes."""
+def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterator[dict[str, Any]]:
+    """Options worth trying: KV cut more coarsely where steps and messages cost more than bytes."""
+    groups = machine.ranks // intra
+    if name == "paced" and 1 < machine.num_nodes <= MOST_NODES and not machine.node_size % intra:
+        where = between_groups(machine, intra)
+        for buffer_kv in (float("inf"), 4.0):
+            yield best_pace(where, kv_bytes, buffer_kv)
+        return
     yield {}
-    if "blocks" in OPTIONS.get(name, ()):
+    if name == "wave":
         for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):
             yield {"blocks": blocks, "twins": 0}
 

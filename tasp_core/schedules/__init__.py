@@ -11,13 +11,15 @@ from ..topology import Machine
 from .base import DKV, DQ, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
 from .double_ring import DoubleRing
 from .helper import Helper, Mesh, TokenRing
+from .paced import Paced, best_pace
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap import Sap
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "KINDS", "KV", "OPTIONS", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Promise", "Q", "Ring",
-    "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails", "Wave", "build", "schedules",
+    "DKV", "DQ", "KINDS", "KV", "OPTIONS", "OUT", "AllGather", "DoubleRing", "Hops", "Meets",
+    "Paced", "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths",
+    "TaspRails", "Wave", "build", "schedules",
 ]  # fmt: skip
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -29,6 +31,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
         TaspPaths,
         TaspRails,
         Wave,
+        Paced,
         AllGather,
         Helper,
         TokenRing,
@@ -56,10 +59,18 @@ def _mesh_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any
     return {"rows": u if u > 1 else square, **options}
 
 
+def _paced_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is quickest for 64 MB of KV a rank, unless all is given."""
+    if set(options) >= {"blocks", "twins", "nic", "link"} or machine.num_nodes == 1:
+        return dict(options)
+    return {**best_pace(machine), **options}
+
+
 EXCHANGES = ("p2p", "all_to_all")
 OPTIONS = {
     "double_ring": ("exchange", "rings"),
     "wave": ("exchange", "blocks", "twins"),
+    "paced": ("exchange", "blocks", "twins", "nic", "link"),
     "all_gather": (),
     "helper": (),
     "token_ring": (),
@@ -69,6 +80,7 @@ OPTIONS = {
 DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
     "wave": _wave_options,
     "mesh": _mesh_options,
+    "paced": _paced_options,
 }
 
 

@@ -20,8 +20,22 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlanError
-from ..topology import Machine
+from ..hardware import Machine
 from .base import DKV, KV, Hops, Promise, Schedule
+
+Steps = tuple[np.ndarray, np.ndarray]
+Times = tuple[Steps, Steps, Steps]
+
+
+def link_gbps(machine: Machine) -> float:
+    """What each of a rank's links to its mates can have when all are busy.
+
+    >>> from ..topology import machine
+    >>> link_gbps(machine("mesh8")), round(link_gbps(machine("h100")), 1)
+    (64.3, 64.3)
+    """
+    ways = (machine.link_gbps, machine.port_gbps / (machine.node_size - 1), machine.host_gbps)
+    return min(x for x in ways if x)
 
 
 def best_twins(machine: Machine) -> int:
@@ -36,7 +50,7 @@ def best_twins(machine: Machine) -> int:
     m, u = machine.node_size, machine.num_nodes
     if m < 2 or u < 2:
         return 0
-    link = min(x for x in (machine.link_gbps, machine.port_gbps / (m - 1)) if x)
+    link = link_gbps(machine)
 
     def seconds(b: int) -> float:
         saved, extra = ((u - 1) / b, (m - 1) / b) if b else (0.0, 0.0)
@@ -86,17 +100,23 @@ class Wave(Schedule):
     def num_shares(self) -> int:
         return self.blocks * self.parts
 
-    def _twin(self, d: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """Whether mate r + d gets this part of remote blocks over its own rail."""
+    def _twin(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """Whether mate r + d gets this part of remote blocks e over its own rail."""
         if not self.twins:
             return np.zeros(np.broadcast_shapes(d.shape, part.shape), dtype=bool)
         return (d >= 1) & ((d - 1) % self.twins == part)
+
+    def _times(self, j: np.ndarray, d: np.ndarray, e: np.ndarray, twin: np.ndarray) -> Times:
+        """Steps of fan, rail and twin arcs, out and, as gradients come home, back."""
+        home = e + 2 * self.num_nodes - j - (2 if self.node_size == 1 else 0)  # from j to j - 1
+        fan_home = np.where((j == 0) & twin, e + 2 * self.num_nodes, e + j + 2)
+        return (e + j, fan_home), (e + j - 1, home + 1), (e + j, home)
 
     @property
     def promise(self) -> Promise:
         m, u = self.node_size, self.num_nodes
         d, part = np.arange(1, m)[:, None], np.arange(self.parts)[None, :]
-        kept = (~self._twin(d, part)).sum(axis=1).max(initial=0)
+        kept = (~self._twin(d, np.zeros(1), part)).sum(axis=1).max(initial=0)
         across = (u - 1) * (self.parts + (m - 1 if self.twins else 0))
         arriving_steps = 1 if self.blocks == 1 and u == 1 else 2
         buffer = arriving_steps * (self.ranks - 1) / self.blocks
@@ -109,27 +129,26 @@ class Wave(Schedule):
         d = np.arange(m)[:, None, None]  # local distance
         e = np.arange(self.blocks)[:, None]
         i = np.arange(self.parts)[None, :]
-        twin = self._twin(d, i)
+        twin = self._twin(d, e, i)
         share = e * self.parts + i
-        home = e + 2 * u - j - (2 if m == 1 else 0)  # gradients leave node distance j for j - 1
+        fan, rail, over = self._times(j, d, e, twin)
         # (which arcs, change of node, change of local rank, owner's local rank behind src, steps)
-        fan_home = np.where((j == 0) & twin, e + 2 * u, e + j + 2)
         kinds = (
-            ((d >= 1) & ((j == 0) | ~twin), 0, d, 0, e + j, fan_home),
-            ((j >= 1) & (d == 0), 1, 0, 0, e + j - 1, home + 1),
-            ((j >= 1) & twin, 1, 0, d, e + j, home),
+            ((d >= 1) & ((j == 0) | ~twin), 0, d, 0, *fan),
+            ((j >= 1) & (d == 0), 1, 0, 0, *rail),
+            ((j >= 1) & twin, 1, 0, d, *over),
         )
         tables = []
-        for mask, over, shift, behind, out, back in kinds:
+        for mask, nodes, shift, behind, out, back in kinds:
             for role in ("src",) if rank is None else ("src", "dst"):
                 at = np.arange(n)[:, None, None, None, None] if rank is None else np.array(rank)
                 node, local = at // m, at % m
                 if role == "dst":
-                    node, local = node - over, local - shift
+                    node, local = node - nodes, local - shift
                 src = (node % u) * m + local % m
-                dst = ((node + over) % u) * m + (local + shift) % m
+                dst = ((node + nodes) % u) * m + (local + shift) % m
                 # fan arcs leave at distance j; rail and twin arcs arrive at it
-                owner = ((node + over - j) % u) * m + (local - behind) % m
+                owner = ((node + nodes - j) % u) * m + (local - behind) % m
                 step, a, b = (back, dst, src) if backward else (out, src, dst)
                 tables.append(Hops.grid(DKV if backward else KV, mask, step, a, b, owner, share))
         return Hops.concat(tables)
