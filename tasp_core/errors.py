@@ -20,6 +20,10 @@ class TopologyError(ValueError):
     """A machine or a ring decomposition that cannot exist."""
 
 
+class FabricError(TopologyError):
+    """An emulated network that this system does not let us build."""
+
+
 class TransportError(RuntimeError):
     """A message that did not arrive; names rank, step, peer and share."""
 

@@ -44,7 +44,7 @@ def _loopback() -> str | None:
 
 
 def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, args: tuple[Any, ...],
-           timeout_s: float) -> None:  # fmt: skip
+           timeout_s: float, enter: Callable[[int], None] | None) -> None:  # fmt: skip
     import torch
     import torch.distributed as dist
 
@@ -52,6 +52,8 @@ def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, 
     if name := _loopback():
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
+        if enter is not None:
+            enter(rank)
         dist.init_process_group(
             "gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks,
             timeout=timedelta(seconds=timeout_s),
@@ -72,13 +74,17 @@ def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, 
         os._exit(0)  # a forked child must not run the parent's exit handlers
 
 
-def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def launch(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0,
+    enter: Callable[[int], None] | None = None,
+) -> list[Any]:  # fmt: skip
     """Run fn(rank, group, *args) on real gloo ranks and return each rank's result, by rank.
 
     Args:
         fn: any function, closures included; its result must be picklable.
         ranks: how many, >= 1.
         timeout_s: how long all of it may take, and how long one message may.
+        enter: called with its rank in each new process before it joins the others.
 
     Raises:
         PlanError: ranks below 1, or a platform that cannot fork.
@@ -100,8 +106,9 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 12
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_child, args=(theirs, fn, rank, ranks, path, args, timeout_s), daemon=True
-            )
+                target=_child, daemon=True,
+                args=(theirs, fn, rank, ranks, path, args, timeout_s, enter),
+            )  # fmt: skip
             process.start()
             theirs.close()
             pipes.append(ours)

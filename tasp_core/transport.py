@@ -97,16 +97,17 @@ class Exchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
-        messages = [*step.sends, *step.recvs]
+        # gloo sends once the receiver is ready: that word must not queue up behind a message's bytes
+        messages, receiving = [*step.recvs, *step.sends], len(step.recvs)
         if not messages:
             return lambda: None
-        sending = len(step.sends)
         rows = [
-            _take(m, buffers) if i < sending else _room(m, buffers) for i, m in enumerate(messages)
+            _room(m, buffers) if i < receiving else _take(m, buffers)
+            for i, m in enumerate(messages)
         ]
         ops = [
             dist.P2POp(
-                dist.isend if i < sending else dist.irecv, x, group=self.group,
+                dist.irecv if i < receiving else dist.isend, x, group=self.group,
                 tag=t % TAGS * TAGS + m.tag % TAGS, group_peer=self.members[m.peer],
             )
             for i, (m, x) in enumerate(zip(messages, rows, strict=True))
@@ -121,11 +122,11 @@ class Exchange:
                 if len(pending) == len(messages):
                     m = messages[i]
                     word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
-                    to = f"sending {word} to" if i < sending else f"waiting for {word} from"
+                    to = f"waiting for {word} from" if i < receiving else f"sending {word} to"
                     what = f"{to} rank {m.peer}"
                 with self._naming(t, what):
                     work.wait()
-            for m, x in zip(messages[sending:], rows[sending:], strict=True):
+            for m, x in zip(step.recvs, rows, strict=False):
                 _put(m, x, buffers)
 
         return wait

@@ -1,0 +1,108 @@
+"""The wires that build a Machine out of network namespaces: which pairs, which hubs, which rates.
+
+A transfer over one resource ("link 0>1") is a wire between two ranks. One over an out-resource and
+an in-resource ("port_out 0", "port_in 1") goes over a hub, a bridge in a namespace of its own, to
+which each rank has one wire: NVSwitch ports and NICs. Every wire is shaped at both ends.
+
+    >>> from ..topology import machine
+    >>> w = wiring(emulated(machine("mesh2x2"), link_mbit=64.3))
+    >>> [(x.a, x.b, round(x.out_mbit, 2)) for x in w.wires[:3]], w.via[0]
+    ([(0, 1, 64.3), (2, 3, 64.3), (0, 'nic', 50.0)], {1: 'to1', 2: 'nic', 3: 'nic'})
+
+Nothing is built here; fabric.py does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..errors import TopologyError
+from ..topology import Machine
+
+MOST_RANKS = 250  # addresses are 10.77.0.1 and up
+RATES = ("link_gbps", "port_gbps", "nic_gbps")
+
+
+class Wire(NamedTuple):
+    """A wire from rank `a` to rank or hub `b`, with the rate of each direction."""
+
+    a: int
+    b: int | str
+    out_mbit: float  # a -> b
+    in_mbit: float  # b -> a
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of its interfaces at `a` and at `b`."""
+        return (f"to{self.b}" if isinstance(self.b, int) else self.b), f"to{self.a}"
+
+
+class Wiring(NamedTuple):
+    """All wires, the hubs they use, and by rank the interface through which each peer is reached."""
+
+    wires: tuple[Wire, ...]
+    hubs: tuple[str, ...]
+    via: tuple[dict[int, str], ...]
+
+
+def emulated(machine: Machine, *, link_mbit: float) -> Machine:
+    """The machine slowed down until a link or port inside a node carries `link_mbit` Mbit/s.
+
+    All ratios are kept; a machine without either is scaled by its NICs.
+
+    Raises:
+        TopologyError: a rate that is not positive.
+
+    >>> from ..topology import machine
+    >>> slow = emulated(machine("h100x2"), link_mbit=450)
+    >>> slow.port_gbps * 8e3, round(slow.nic_gbps * 8e3, 1)
+    (450.0, 50.0)
+    """
+    if not 0 < link_mbit < float("inf"):
+        raise TopologyError(f"link_mbit must be a positive number, got {link_mbit!r}")
+    rates = {name: getattr(machine, name) for name in RATES}
+    whole = next(rate for rate in rates.values() if rate)
+    scaled = {name: rate / whole * link_mbit / 8e3 for name, rate in rates.items()}
+    name = f"{machine.name}@{link_mbit:g}Mbit"
+    return replace(machine, name=name, source=f"{machine.name}, scaled", **scaled)
+
+
+def wiring(machine: Machine) -> Wiring:
+    """The wires that make up a machine.
+
+    Raises:
+        TopologyError: too many ranks, or a transfer that neither a wire nor a hub can carry.
+    """
+    if not 2 <= machine.ranks <= MOST_RANKS:
+        raise TopologyError(
+            f"an emulated network joins 2 to {MOST_RANKS} ranks, machine {machine.name!r} has "
+            f"{machine.ranks}"
+        )
+    wires: list[Wire] = []
+    ends: dict[tuple[str, int], dict[str, float]] = {}
+    via: tuple[dict[int, str], ...] = tuple({} for _ in range(machine.ranks))
+    for src in range(machine.ranks):
+        for dst in range(machine.ranks):
+            if src == dst:
+                continue
+            used = machine.resources(src, dst)
+            rates = [machine.capacity_gbps(name) * 8e3 for name in used]
+            hub, way = used[0].partition("_")[::2] if used else ("", "")
+            if len(used) == 1:
+                if src < dst:
+                    back = machine.capacity_gbps(machine.resources(dst, src)[0]) * 8e3
+                    wires.append(Wire(src, dst, rates[0], back))
+                via[src][dst] = f"to{dst}"
+            elif [*used] == [f"{hub}_out {src}", f"{hub}_in {dst}"] and way:
+                ends.setdefault((hub, src), {})["out"] = rates[0]
+                ends.setdefault((hub, dst), {})["in"] = rates[1]
+                via[src][dst] = hub
+            else:
+                raise TopologyError(
+                    f"machine {machine.name!r}: the emulated network cannot build the way "
+                    f"{src}>{dst} over {', '.join(used) or 'nothing'}; it knows a link of their own, "
+                    "or one out-port and one in-port"
+                )
+    wires += [Wire(rank, hub, ends[hub, rank]["out"], ends[hub, rank]["in"]) for hub, rank in ends]
+    return Wiring(tuple(wires), tuple(dict.fromkeys(hub for hub, _ in ends)), via)
