@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .kernels import Kernel
+
 
 def attention(
     q: Tensor,
@@ -27,7 +29,7 @@ def attention(
     plan: Plan,
     group: Any = None,
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | Kernel = "auto",
     *,
     return_lse: bool = False,
     grad_comm_dtype: torch.dtype | None = None,
@@ -43,7 +45,7 @@ def attention(
         group: a torch.distributed process group of plan.ranks ranks; None: the default group, or a
             single process when plan.ranks is 1.
         scale: factor on the scores; default Dk ** -0.5.
-        kernel: "auto", "math", "aten" or "flash".
+        kernel: "auto", "math", "aten" or "flash", or a `kernels.Kernel` of your own.
         return_lse: also return the log-sum-exp of the scores, [t, Hq] or [B, t, Hq], not
             differentiable, float32 (float64 for float64 inputs).
         grad_comm_dtype: dtype of key/value gradients on the wire; default float32 (float64).
@@ -140,7 +142,8 @@ def _group(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
 
 
 def _complaint(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, found: int, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, found: int,
+    kernel: str | Kernel,
 ) -> str:
     """What is wrong with this rank's own arguments, in a group of `found` ranks, or ""."""
     import torch

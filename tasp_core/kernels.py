@@ -225,8 +225,8 @@ def _cat(parts: list[Triple]) -> Triple:
 
 
 @lru_cache(maxsize=64)
-def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
-    """The kernel for a name ("auto", "math", "aten", "flash"), device type and dtype.
+def resolve(name: str | Kernel, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The kernel for a name ("auto", "math", "aten", "flash"), device type and dtype; a Kernel is itself.
 
     "auto" is aten on a CPU; on a GPU flash where installed, else aten, and math for wide dtypes.
 
@@ -238,6 +238,8 @@ def resolve(name: str, device_type: str, dtype: torch.dtype) -> Kernel:
             f"tensors must be on a CPU or a CUDA or ROCm GPU, got device {device_type!r}"
         )
     gpu = device_type != "cpu"
+    if isinstance(name, Kernel):
+        return name
     if name == "auto":
         if gpu and dtype not in HALF:
             warnings.warn(

@@ -84,12 +84,12 @@ class Errors:
     @property
     def ok(self) -> bool:
         """Whether every error is within its limit (NaN is not)."""
-        return all(self.ours[n] <= self.limit[n] for n in NAMES)
+        return all(self.ours[n] <= self.limit[n] for n in self.limit)
 
     @property
     def ratio(self) -> float:
         """The worst of ours over the plain kernel's, where the latter is not below the floor."""
-        pairs = [(self.ours[n], self.limit[n] / 2) for n in NAMES if self.limit[n] > 0]
+        pairs = [(self.ours[n], limit / 2) for n, limit in self.limit.items() if limit > 0]
         return max((a / b for a, b in pairs), default=0.0)
 
 
@@ -97,17 +97,24 @@ class Judge:
     """The oracle's and the plain kernel's results of one row, to hold many plans against.
 
     Under a window the plain kernel is `math` in the inputs' dtype: no other takes one.
+
+    Args:
+        backward: whether gradients are judged too.
     """
 
-    def __init__(self, inputs: Inputs, docs: Documents, kernel: str = "auto") -> None:
+    def __init__(
+        self, inputs: Inputs, docs: Documents, kernel: str = "auto", *, backward: bool = True
+    ) -> None:
         q, k, v, dout = inputs.tensors()
-        self.exact = oracle(q, k, v, docs, dout=dout)
+        out_grad = dout if backward else None
+        self.exact = oracle(q, k, v, docs, dout=out_grad)
         plain = (
             resolve(kernel, q.device.type, q.dtype) if docs.window is None else Math(docs.window)
         )
-        self.plain = oracle(q, k, v, docs, dout=dout, kernel=plain)
+        self.plain = oracle(q, k, v, docs, dout=out_grad, kernel=plain)
+        self.names = NAMES if backward else NAMES[:2]
         self.single, self.limits = {}, {}
-        for name in NAMES:
+        for name in self.names:
             exact = self.exact[name]
             self.single[name] = _largest(self.plain[name].double() - exact)
             eps = torch.finfo(self.plain[name].dtype).eps
@@ -116,10 +123,21 @@ class Judge:
     def errors(self, pieces: Sequence[Sequence[Tensor]], plan: Plan) -> Errors:
         """Errors of the ranks' pieces (out, lse, dq, dk, dv each)."""
         ours = {}
-        for i, name in enumerate(NAMES):
+        for i, name in enumerate(self.names):
             whole = unshard([p[i] for p in pieces], plan)
             ours[name] = _largest(whole.double() - self.exact[name])
         return Errors(ours, self.single, self.limits)
+
+    def own_errors(self, pieces: Sequence[Tensor], plan: Plan, rank: int, group: Any) -> Errors:
+        """The same on every rank of a running group, each with its own pieces."""
+        gaps = [
+            _largest(x.double() - shard(self.exact[name], plan, rank).to(x.device))
+            for name, x in zip(self.names, pieces, strict=False)
+        ]
+        worst = torch.tensor(gaps, dtype=torch.float64, device=pieces[0].device)
+        worst[worst.isnan()] = torch.inf  # the largest of numbers and NaN is not defined
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        return Errors(dict(zip(self.names, worst.tolist(), strict=True)), self.single, self.limits)
 
 
 def _largest(x: Tensor) -> float:

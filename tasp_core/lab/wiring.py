@@ -21,7 +21,8 @@ from ..errors import TopologyError
 from ..topology import Machine
 
 MOST_RANKS = 250  # addresses are 10.77.0.1 and up
-RATES = ("link_gbps", "port_gbps", "nic_gbps")
+RATES = ("link_gbps", "port_gbps", "host_gbps", "nic_gbps")
+KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps", "message_s")
 
 
 class Wire(NamedTuple):
@@ -49,7 +50,7 @@ class Wiring(NamedTuple):
 def emulated(machine: Machine, *, link_mbit: float) -> Machine:
     """The machine slowed down until a link or port inside a node carries `link_mbit` Mbit/s.
 
-    All ratios are kept; a machine without either is scaled by its NICs.
+    All ratios of rates are kept; what it says of kernels is dropped, as they are not emulated.
 
     Raises:
         TopologyError: a rate that is not positive.
@@ -62,10 +63,16 @@ def emulated(machine: Machine, *, link_mbit: float) -> Machine:
     if not 0 < link_mbit < float("inf"):
         raise TopologyError(f"link_mbit must be a positive number, got {link_mbit!r}")
     rates = {name: getattr(machine, name) for name in RATES}
-    whole = next(rate for rate in rates.values() if rate)
-    scaled = {name: rate / whole * link_mbit / 8e3 for name, rate in rates.items()}
-    name = f"{machine.name}@{link_mbit:g}Mbit"
-    return replace(machine, name=name, source=f"{machine.name}, scaled", **scaled)
+    factor = link_mbit / 8e3 / next(rate for rate in rates.values() if rate)
+    return replace(
+        machine,
+        name=f"{machine.name}@{link_mbit:g}Mbit",
+        source=f"{machine.name} with all rates x {factor:.3g}",
+        overrides=tuple((name, rate * factor) for name, rate in machine.overrides),
+        buses=tuple(bus._replace(gbps=bus.gbps * factor) for bus in machine.buses),
+        **{name: rate * factor for name, rate in rates.items()},
+        **dict.fromkeys(KERNEL, 0.0),
+    )
 
 
 def wiring(machine: Machine) -> Wiring:

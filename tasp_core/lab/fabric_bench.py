@@ -1,0 +1,128 @@
+"""`fabric bench`: methods in turn on emulated machines, each held against the oracle before it is timed.
+
+Every figure stands beside the cut bound and the simulator's prediction. A sample is the slowest
+rank's; before each one all buckets are emptied, so that no byte travels on rate saved up before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..plan import Plan
+from ..simulate import simulate
+from ..topology import Machine
+from .fabric import LEAST_BURST, Fabric
+from .fabric_cases import Case, cases
+from .fabric_goals import judge
+from .measure import Errors, Inputs, Judge, as_dict, run_rank
+from .passes import Pass
+
+DIRECTIONS = ("forward", "backward")
+Samples = dict[str, list[float]]
+
+
+def yield_cores() -> None:
+    """Let this process's network threads run before its kernels: here several ranks share a core."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+
+
+def drain(group: Any) -> None:
+    """Empty the token buckets of all ways between ranks, then meet."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    peers = [(rank + d) % ranks for d in range(1, ranks)]
+    filler = torch.zeros(LEAST_BURST * 5 // 4, dtype=torch.uint8)
+    works = [dist.irecv(torch.empty_like(filler), p, group=group) for p in peers]
+    works += [dist.isend(filler, p, group=group) for p in peers]
+    for work in works:
+        work.wait()
+    dist.barrier(group=group)
+
+
+def _rank(
+    rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Judge
+) -> list[tuple[Errors, Samples]]:
+    """Errors of every method, then, if all are right, its samples on this rank, methods in turn."""
+    yield_cores()
+    results: list[tuple[Errors, Samples]] = []
+    for plan in plans:
+        pieces, _ = run_rank(rank, group, plan, inputs)
+        results.append((oracle.own_errors(pieces, plan, rank, group), {}))
+    if not all(errors.ok for errors, _ in results):
+        return results
+    passes = [Pass(plan, rank, group, inputs, lambda: drain(group)) for plan in plans]
+    for _ in range(case.repeats):
+        for one, (_, samples) in zip(passes, results, strict=True):
+            for mode in case.modes:
+                seconds = one.run(mode, backward=case.backward)
+                for direction, value in zip(DIRECTIONS, seconds, strict=False):
+                    samples.setdefault(f"{mode} {direction}", []).append(value)
+    return results
+
+
+def predictions(case: Case, plan: Plan, on: Machine) -> dict[str, float | None]:
+    """What the simulator says, and the bound, by name of the samples."""
+    found: dict[str, float | None] = {}
+    for direction in DIRECTIONS[: 1 + case.backward]:
+        t = simulate(
+            plan, on, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
+            dtype="float32", backward=direction == "backward",
+        )  # fmt: skip
+        found |= {
+            f"communication {direction}": t.comm_s, f"computation {direction}": t.compute_s,
+            f"whole {direction}": t.total_s, f"bound {direction}": t.bound_s,
+        }  # fmt: skip
+    return found
+
+
+def run_case(case: Case, rates: dict[str, float]) -> dict[str, Any]:
+    """One case's result; `rates` are what calibration found of kernels and messages here."""
+    inputs = Inputs.random(case.docs.total, case.heads, case.kv_heads, case.head_dim)
+    oracle = Judge(inputs, case.docs, backward=case.backward)
+    plans = [method.plan(case.docs, case.on()) for method in case.methods]
+    with Fabric(case.on()) as net:
+        by_rank = net.launch(_rank, case, plans, inputs, oracle, timeout_s=400.0)
+    rows = []
+    for i, (method, plan) in enumerate(zip(case.methods, plans, strict=True)):
+        errors, names = by_rank[0][i]
+        samples = {name: np.max([r[i][1][name] for r in by_rank], axis=0).tolist() for name in names}
+        rows.append({
+            "label": method.label, "schedule": method.schedule, "layout": method.layout,
+            "options": plan.schedule.options, "intra": method.intra,
+            "fingerprint": plan.fingerprint(), "errors": as_dict(errors), "samples": samples,
+            "predicted": predictions(case, plan, replace(case.on(), **rates)),
+        })  # fmt: skip
+    config = asdict(case) | {"lengths": list(case.lengths), "ranks": plans[0].ranks}
+    return {"title": str(case), "config": config, "methods": rows,
+            "machine": asdict(case.on()), "right": all(r["errors"]["ok"] for r in rows)}  # fmt: skip
+
+
+def median(row: dict[str, Any], name: str) -> float:
+    """Median of a row's samples of that name; NaN if it was not measured."""
+    return float(np.median(row["samples"].get(name, [np.nan])))
+
+
+def bench(say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    """Run all cases; `say` shows each table as it is known."""
+    results, rates = [], calibrated()
+    todo = cases(quick=quick)
+    for number, case in enumerate(todo):
+        say(f"[{number + 1}/{len(todo)}] {case}")
+        result = run_case(case, rates)
+        say(table(result))
+        results.append(result)
+        if not result["right"]:
+            break
+    goals = judge(results)
+    say("\n".join(map(str, goals)))
+    return {
+        "right": all(r["right"] for r in results), "config": {"quick": quick, "rates": rates},
+        "cases": results, "goals": [g._asdict() for g in goals],
+    }  # fmt: skip

@@ -1,0 +1,152 @@
+"""What the emulated runs are held to, and whether they meet it; the table of one case.
+
+CCR is computation alone over the communication alone of the case's first method (the baseline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Row = dict[str, Any]
+
+
+class Goal(NamedTuple):
+    """A figure that must be at least (or at most) so much, and the worst that was found."""
+
+    text: str
+    needs: float
+    found: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.found >= self.needs if self.at_least else self.found <= self.needs
+
+    def __str__(self) -> str:
+        sign, verdict = ">=" if self.at_least else "<=", "met" if self.met else "NOT MET"
+        return f"{verdict:<8}{self.found:>7.3f} (needs {sign} {self.needs:g})  {self.text}"
+
+
+def median(row: Row, name: str) -> float:
+    """Median of a method's samples of that name; NaN if it was not measured."""
+    return float(np.median(row["samples"].get(name, [np.nan])))
+
+
+def total(row: Row, mode: str) -> float:
+    """Median seconds of all passes of a mode."""
+    names = [name for name in row["samples"] if name.startswith(mode)]
+    return float(np.median(np.sum([row["samples"][n] for n in names], axis=0))) if names else np.nan
+
+
+def ccr(case: Row) -> float:
+    """Computation over communication of the baseline, all passes."""
+    return total(case["methods"][0], "computation") / total(case["methods"][0], "communication")
+
+
+def gaps(cases: Iterable[Row]) -> list[tuple[str, float]]:
+    """(what, predicted over measured - 1) of communication and of whole passes."""
+    return [
+        (f"{case['title']}, {row['label']}, {name}", row["predicted"][name] / median(row, name) - 1)
+        for case in cases
+        for row in case["methods"]
+        for name in row["samples"]
+        if not name.startswith("computation")
+    ]
+
+
+def _over(case: Row, name: str, label: str, other: str | None = None) -> float:
+    """How many times longer `other` (default: the baseline) takes than the method `label`."""
+    rows = {row["label"]: row for row in case["methods"]}
+    slow = rows[other] if other else case["methods"][0]
+    return total(slow, name) / total(rows[label], name)
+
+
+def _mesh(mesh: list[Row], volume: list[Row]) -> Iterable[Goal]:
+    if volume:
+        talk = [(c, row) for c in volume for row in c["methods"][1:]]
+        for direction, needs in (("forward", 6.3), ("backward", 5.5)):
+            name = f"communication {direction}"
+            over = [median(r, name) / r["predicted"][f"bound {direction}"] for _, r in talk]
+            gain = [median(c["methods"][0], name) / median(r, name) for c, r in talk]
+            if direction == "forward":
+                yield Goal("TASP's communication over the link bound, forward", 1.1, max(over), False)
+            yield Goal(f"TASP's communication against Ring's, {direction}", needs, min(gain))
+    for mbit, share in ((20.0, 0.85), (50.0, 0.8)):
+        here = [c for c in mesh if c["config"]["link_mbit"] == mbit]
+        for label in sorted({c["methods"][1]["label"] for c in here}):
+            some = [c for c in here if c["methods"][1]["label"] == label]
+            gains = [(ccr(c), _over(c, "whole", label)) for c in some]
+            if mbit == 20.0:
+                yield Goal(f"{label} end to end, {mbit:g} Mbit/s, least CCR", 6.3, min(gains)[1])
+            parts = [g / min(7, 1 / x) for x, g in gains if 0.05 <= x <= 1.0]
+            if parts:
+                text = f"{label} end to end, {mbit:g} Mbit/s, of min(7, 1/CCR), CCR 0.05 to 1"
+                yield Goal(text, share, min(parts))
+
+
+def _packed(case: Row) -> Iterable[Goal]:
+    wanted = {"Zigzag-Ring": 3.0, "Zigzag-TASP": 1.5, "Ulysses": 1.2, "all_gather": 1.2}
+    for other, needs in wanted.items():
+        found = _over(case, "whole", "SAP balanced", other)
+        yield Goal(f"packed row, balanced SAP against {other}", needs, found)
+
+
+def _nodes(case: Row) -> Iterable[Goal]:
+    rows = {row["label"]: row for row in case["methods"]}
+    for other in rows.keys() - {"wave"}:
+        for mode in ("communication", "whole"):
+            found = _over(case, mode, "wave", other)
+            yield Goal(f"two nodes, wave against {other}, {mode}", 1.0, found)
+    name = "communication forward"
+    over = median(rows["wave"], name) / rows["wave"]["predicted"]["bound forward"]
+    yield Goal("two nodes, wave's communication over the cut bound", 1.15, over, False)
+    worst = max(abs(gap) for what, gap in gaps([case]))
+    yield Goal("two nodes, prediction against measurement, worst", 0.1, worst, False)
+
+
+def judge(cases: list[Row]) -> list[Goal]:
+    """Every goal that these results have a figure for."""
+    groups: dict[str, list[Row]] = {}
+    for case in cases:
+        groups.setdefault(case["config"]["group"], []).append(case)
+    goals = [*_mesh(groups.get("mesh", []), groups.get("volume", []))]
+    goals += [g for c in groups.get("packed", []) for g in _packed(c)]
+    goals += [g for c in groups.get("nodes", []) for g in _nodes(c)]
+    errors = [abs(gap) for _, gap in gaps(cases)]
+    goals.append(Goal("prediction against measurement, median", 0.1, float(np.median(errors)), False))
+    goals.append(Goal("prediction against measurement, worst", 0.2, max(errors), False))
+    return goals
+
+
+def table(case: Row) -> str:
+    """Measured medians (least..most), bound, prediction, CCR and speed-up over the first method."""
+    lines = [
+        f"{'':<14}{'communication s':>24}{'/bound':>8}{'predicted':>10}{'computation':>13}{'CCR':>7}"
+        f"{'whole s':>24}{'predicted':>10}{'x':>6}"
+    ]
+    for row in case["methods"]:
+        for direction in ("forward", "backward"):
+            names = [f"{m} {direction}" for m in ("communication", "computation", "whole")]
+            talk, alone, whole = (_span(row, n) for n in names)
+            if not any((talk, alone, whole)):
+                continue
+            bound = row["predicted"].get(f"bound {direction}")
+            over = f"{median(row, names[0]) / bound:.2f}" if bound and talk else ""
+            guess = [f"{row['predicted'][n]:.3f}" if s else "" for n, s in zip(names, (talk, alone, whole), strict=True)]
+            base = case["methods"][0]
+            gain = median(base, names[2]) / median(row, names[2])
+            lines.append(
+                f"{row['label']:<13}{direction[0]}{talk:>24}{over:>8}{guess[0]:>10}{alone.split(' ')[0]:>13}"
+                f"{median(row, names[1]) / median(base, names[0]):>7.3f}{whole:>24}{guess[2]:>10}{gain:>6.2f}"
+            )
+    return "\n".join(lines).replace("nan", "   ")
+
+
+def _span(row: Row, name: str) -> str:
+    samples = row["samples"].get(name)
+    if not samples:
+        return ""
+    return f"{np.median(samples):.3f} [{min(samples):.3f} {max(samples):.3f}]"

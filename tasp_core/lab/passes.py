@@ -1,0 +1,117 @@
+"""One plan's pass on one rank, timed whole, or only its communication, or only its computation.
+
+Whole and communication are `attention` itself, the latter with a kernel that computes nothing; the
+computation is the executor with an exchange that brings nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..attention import attention
+from ..execute import Context, run_backward, run_forward
+from ..kernels import Kernel, Triple, resolve
+from ..lower import ARENA, LANDING, Call, Step
+from ..plan import Plan
+from ..tensors import shard
+from ..transport import Wait
+from .measure import Inputs
+
+Mode = Literal["whole", "communication", "computation"]
+MODES: tuple[Mode, ...] = ("communication", "computation", "whole")
+
+
+class Silent(Kernel):
+    """A kernel that computes nothing: its rows are zeros."""
+
+    name = "silent"
+    native_partials = True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        rows = int(call.sequences.q_n.sum())
+        return q.new_zeros((rows, q.shape[1], v.shape[2])), q.new_zeros((rows, q.shape[1]))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+        scale: float,
+    ) -> Triple:  # fmt: skip
+        rows, keys = (int(n.sum()) for n in (call.sequences.q_n, call.sequences.k_n))
+        return q.new_zeros((rows, *q.shape[1:])), *(x.new_zeros((keys, *x.shape[1:])) for x in (k, v))
+
+
+class Quiet:
+    """An exchange that brings nothing; what would have arrived is filled with usual numbers."""
+
+    def post(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
+        if t == 0:
+            for name in {ARENA, LANDING} & buffers.keys():
+                buffers[name].fill_(0.5)
+        return lambda: None
+
+    post_all_to_all = post
+
+    def all_gather(self, own: Tensor, arena: Tensor, rows: int) -> Wait:
+        arena.fill_(0.5)
+        return lambda: None
+
+
+class Pass:
+    """A plan's passes on this rank.
+
+    Args:
+        ready: called before each timed pass, e.g. a barrier.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, group: Any, inputs: Inputs, ready: Callable[[], None],
+        *, kernel: str = "auto",
+    ) -> None:  # fmt: skip
+        self.plan, self.rank, self.group, self.ready = plan, rank, group, ready
+        self.tensors = [shard(x, plan, rank) for x in inputs.tensors()]
+        self.kernel = resolve(kernel, self.tensors[0].device.type, self.tensors[0].dtype)
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
+        self.ready()
+        start = time.perf_counter()
+        result = run()
+        if self.tensors[0].is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, result
+
+    def run(self, mode: Mode, *, backward: bool) -> list[float]:
+        """Seconds of the forward pass, and with `backward` of the backward pass."""
+        return self._alone(backward) if mode == "computation" else self.attend(mode, backward)[0]
+
+    def attend(self, mode: Mode, backward: bool) -> tuple[list[float], Tensor]:
+        """Seconds as `run`, and the output."""
+        *qkv, dout = self.tensors
+        q, k, v = (x.detach().requires_grad_(backward) for x in qkv)
+        kernel = Silent() if mode == "communication" else self.kernel
+        seconds, out = self._timed(lambda: attention(q, k, v, self.plan, self.group, kernel=kernel))
+        if not backward:
+            return [seconds], out
+        return [seconds, self._timed(lambda: out.backward(dout))[0]], out.detach()
+
+    def _alone(self, backward: bool) -> list[float]:
+        """The rank's computation: with Ulysses inside, that of its heads over its group's tokens."""
+        inner, (group, _) = self.plan.inner, divmod(self.rank, self.plan.intra)
+        context = Context(inner, group, Quiet(), self.kernel, self.tensors[0].shape[-1] ** -0.5)  # type: ignore[arg-type]
+        tokens = inner.num_tokens(group)
+        q, k, v, dout = (
+            x.new_ones((tokens, max(1, x.shape[-2] // self.plan.intra), x.shape[-1]))
+            for x in self.tensors
+        )
+        forward_s, (out, lse) = self._timed(lambda: run_forward(context, q, k, v))
+        if not backward:
+            return [forward_s]
+        return [
+            forward_s,
+            self._timed(lambda: run_backward(context, dout, q, k, v, out, lse))[0],
+        ]
