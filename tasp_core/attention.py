@@ -142,7 +142,12 @@ def _group(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
 
 
 def _complaint(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, rank: int, found: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    rank: int,
+    found: int,
     kernel: str | Kernel,
 ) -> str:
     """What is wrong with this rank's own arguments, in a group of `found` ranks, or ""."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from . import predict
+from . import cli_lab, predict
 from .check import check as prove
 from .errors import PlanError
 from .explain import explain
@@ -204,31 +204,6 @@ def demo(
 
 
 @app.command()
-def bench(
-    what: Annotated[str, typer.Argument(help="overhead or packed")],
-    out: Annotated[Path | None, typer.Option(help="Result file.")] = None,
-    json_: Json = False,
-) -> None:
-    """Measure; the output is compared with the oracle first."""
-    from .lab.bench import overhead
-    from .lab.packed import packed
-    from .lab.results import write
-
-    def say(text: str) -> None:
-        if not json_:
-            console.print(text)
-
-    if what not in ("overhead", "packed"):
-        raise PlanError(f"no benchmark {what!r}; known are overhead and packed")
-    result = overhead(say) if what == "overhead" else packed(say)
-    if out is not None:
-        write(out, what, **result)
-    if json_:
-        show(result)
-    raise typer.Exit(0 if result["right"] else 1)
-
-
-@app.command()
 def doctor(json_: Json = False) -> None:
     """Versions, devices, kernels found and why others were not, and a ping between two real ranks."""
     from .lab.doctor import examine
@@ -246,6 +221,7 @@ def doctor(json_: Json = False) -> None:
 
 app.command("simulate")(predict.simulate_command)
 app.command("select")(predict.select_command)
+cli_lab.register(app)
 
 
 def main() -> None:

@@ -27,8 +27,6 @@ from .program import RECEIVES, SENDS, Message, Program, Step
 from .schedules import DKV, DQ, KV, OUT, Hops, Q
 from .tiles import take
 
-FUSE = 2  # so many units of a link and step travel one by one; more are packed into one message
-
 
 class _Rows(NamedTuple):
     """Hops by unit (part of a share), parts without tokens dropped."""
@@ -70,11 +68,7 @@ def _expand(plan: Plan, hops: Hops) -> _Rows:
     if not len(step):
         return _Rows._make([*columns, unit[keep], count[keep], step, step])
     link = _starts(step, src, dst)
-    kinds = link | _starts(kind)
-    group = np.cumsum(kinds) - 1
-    alone = np.bincount(group)[group] <= FUSE
-    begins = kinds | alone
-    message = np.cumsum(begins) - 1
+    message = np.cumsum(link | _starts(kind)) - 1
     tag = message - message[np.flatnonzero(link)][np.cumsum(link) - 1]
     return _Rows._make([*columns, unit[keep], count[keep], message, tag])
 
@@ -259,7 +253,7 @@ def _spans(low: np.ndarray, count: np.ndarray) -> Runs:
 def _messages(
     rows: _Rows, peers: np.ndarray, low: np.ndarray, buffers: dict[int, str]
 ) -> tuple[Message, ...]:
-    """Rows as messages; those of one message joined where they lie end to end."""
+    """Rows as messages, one a peer and kind."""
     if not len(low):
         return ()
     first = np.flatnonzero(_starts(rows.message))
@@ -270,11 +264,8 @@ def _messages(
     result = []
     lists = (c.tolist() for c in (first, ends, size, *columns))
     for a, b, n, peer, at, kind, owner, share, tag in zip(*lists, strict=True):
-        run = None
-        if b - a > 1:
-            run = join_runs(low[a:b], before[a:b] - before[a], rows.count[a:b])
-            run = run if len(run.src) > 1 else None
-        result.append(Message(peer, buffers[kind], at, n, kind, owner, share, tag, run))
+        parts = Runs(low[a:b], before[a:b] - before[a], rows.count[a:b]) if b - a > 1 else None
+        result.append(Message(peer, buffers[kind], at, n, kind, owner, share, tag, parts))
     return tuple(result)
 
 

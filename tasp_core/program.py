@@ -16,12 +16,13 @@ from .buffers import Runs
 from .schedules import DKV, DQ, KV, OUT, Q
 from .tiles import Sequences
 
+SMALL_BYTES = 1 << 20  # a message with parts up to this size, on average, is not divided
 SENDS = {KV: "kv", DKV: "grad", Q: "q", OUT: "found", DQ: "found"}
 RECEIVES = {KV: "kv", DKV: "landing", Q: "q", OUT: "answers", DQ: "answers"}
 
 
 class Message(NamedTuple):
-    """One send or receive of rows [low, low + count) of a buffer, or of `rows` where they are apart."""
+    """One send or receive of rows [low, low + count) of a buffer, or of `rows` where it has parts."""
 
     peer: int
     buffer: str
@@ -31,11 +32,11 @@ class Message(NamedTuple):
     owner: int
     share: int
     tag: int
-    rows: Runs | None = None  # buffer rows `src`, end to end in the message
+    rows: Runs | None = None  # buffer rows `src` -> rows of the message, part by part
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Buffer rows (low, count), in the order in which they travel."""
+        """Buffer rows (low, count) of its parts, in the order in which they travel."""
         if self.rows is None:
             return [(self.low, self.count)]
         return list(zip(self.rows.src.tolist(), self.rows.count.tolist(), strict=True))

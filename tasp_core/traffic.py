@@ -10,7 +10,6 @@ from .errors import PlanError, whole
 from .explain import BYTES, RowBytes
 from .hardware import Machine
 from .heads import Heads, split_heads
-from .lower import FUSE
 from .plan import Plan
 from .schedules import KINDS, Hops
 
@@ -98,7 +97,6 @@ def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
 
     step, src, dst = (c[first] for c in hops[:3])
     number = total(messages)
-    number = np.where(number > FUSE, 1, number)
     per = [
         sum(total(tokens * (hops.kind == kind)) * size for kind, size in row.items())
         for row in (sizes.rows(part, backward) for part in sizes.parts)

@@ -1,29 +1,32 @@
 """Messages of one step between the ranks of a group, and the handshake before a plan is first used.
 
-`p2p` posts one send or receive a message, in an order both ends agree on; `all_to_all` packs a step
-into one collective (every link of K_n at once). A message that does not arrive raises
-`TransportError` with rank, step, peer and share. How long to wait is the group's own time-out.
+`p2p` posts one send or receive a peer and kind, or one a message where these are large, in an order
+both ends agree on; `all_to_all` packs a step into one collective (every link of K_n at once). A
+message that does not arrive raises `TransportError` with rank, step, peer and share. How long to wait
+is the group's own time-out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PlanError, TransportError
-from .program import RECEIVES, Message, Step
+from .program import RECEIVES, SMALL_BYTES, Message, Step
 from .schedules import DKV, KINDS, KV
 
 Wait = Callable[[], None]
 Buffers = dict[str, Tensor]
 NOTE_BYTES = 4096
 TAGS = 1 << 12
+PARTS = 64
 
 
 class Exchange:
@@ -97,37 +100,33 @@ class Exchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
+        recvs = [part for m in step.recvs for part in _parcels(m, buffers, receive=True)]
+        sends = [part for m in step.sends for part in _parcels(m, buffers, receive=False)]
         # gloo sends once the receiver is ready: that word must not queue up behind a message's bytes
-        messages, receiving = [*step.recvs, *step.sends], len(step.recvs)
-        if not messages:
+        parcels = [*recvs, *sends]
+        if not parcels:
             return lambda: None
-        rows = [
-            _room(m, buffers) if i < receiving else _take(m, buffers)
-            for i, m in enumerate(messages)
-        ]
         ops = [
             dist.P2POp(
-                dist.irecv if i < receiving else dist.isend, x, group=self.group,
-                tag=t % TAGS * TAGS + m.tag % TAGS, group_peer=self.members[m.peer],
+                dist.irecv if i < len(recvs) else dist.isend, p.rows, group=self.group,
+                tag=t % TAGS * TAGS + p.tag, group_peer=self.members[p.message.peer],
             )
-            for i, (m, x) in enumerate(zip(messages, rows, strict=True))
+            for i, p in enumerate(parcels)
         ]  # fmt: skip
-        peers = ", ".join(sorted({str(m.peer) for m in messages}))
-        with self._naming(t, f"posting {len(messages)} messages to and from ranks {peers}"):
+        peers = ", ".join(sorted({str(p.message.peer) for p in parcels}))
+        with self._naming(t, f"posting {len(ops)} messages to and from ranks {peers}"):
             pending = dist.batch_isend_irecv(ops)
 
         def wait() -> None:
             for i, work in enumerate(pending):
                 what = f"exchanging with ranks {peers}"  # NCCL: one handle for all messages
-                if len(pending) == len(messages):
-                    m = messages[i]
-                    word = f"{KINDS[m.kind]}{m.owner}.{m.share}"
-                    to = f"waiting for {word} from" if i < receiving else f"sending {word} to"
-                    what = f"{to} rank {m.peer}"
+                if len(pending) == len(ops):
+                    to = "waiting for {} from" if i < len(recvs) else "sending {} to"
+                    what = f"{to.format(parcels[i])} rank {parcels[i].message.peer}"
                 with self._naming(t, what):
                     work.wait()
-            for m, x in zip(step.recvs, rows, strict=False):
-                _put(m, x, buffers)
+            for p in recvs:
+                _put(p.ranges, p.rows, buffers[p.message.buffer])
 
         return wait
 
@@ -140,7 +139,7 @@ class Exchange:
                 continue
             out = [m for m in step.sends if m.kind == kind]
             into = [m for m in step.recvs if m.kind == kind]
-            send = torch.cat([like[:0], *(_take(m, buffers) for m in out)])
+            send = torch.cat([like[:0], *(_take(m, m.ranges, buffers) for m in out)])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
             splits = (self._splits(into), self._splits(out))
             with self._naming(t, "the step's all-to-all"):
@@ -152,7 +151,7 @@ class Exchange:
                 with self._naming(t, "the step's all-to-all"):
                     work.wait()
                 for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):
-                    _put(m, rows, buffers)
+                    _put(m.ranges, rows, buffers[m.buffer])
 
         return wait
 
@@ -185,28 +184,58 @@ class Exchange:
         return sizes
 
 
-def _rows(m: Message, buffers: Buffers) -> list[Tensor]:
+class Parcel(NamedTuple):
+    """What is sent or received at once: a message, or one part of a large one."""
+
+    message: Message
+    ranges: list[tuple[int, int]]
+    rows: Tensor  # a view of the buffer where its rows are adjacent
+    tag: int
+
+    def __str__(self) -> str:
+        m = self.message
+        return f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
+
+
+def _parcels(m: Message, buffers: Buffers, *, receive: bool) -> Iterator[Parcel]:
+    """Both ends know the sizes of a message's parts, so both divide it alike."""
+    ranges, dtype = m.ranges, buffers[RECEIVES[m.kind]].dtype
+    row_bytes = math.prod(buffers[m.buffer].shape[1:]) * dtype.itemsize
+    small = m.count * row_bytes <= len(ranges) * SMALL_BYTES
+    for i, part in enumerate([ranges] if small else [[r] for r in ranges]):
+        tag = (m.tag * PARTS + i) % TAGS
+        yield Parcel(m, part, (_room if receive else _take)(m, part, buffers), tag)
+
+
+def _view(ranges: list[tuple[int, int]], buffer: Tensor) -> Tensor | None:
+    """The rows as a view, None where they are apart."""
+    ends = [low + count for low, count in ranges]
+    if any(low != end for (low, _), end in zip(ranges[1:], ends, strict=False)):
+        return None
+    return buffer[ranges[0][0] : ends[-1]]
+
+
+def _take(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
+    """The rows to send, in the dtype in which they are received; copied where apart."""
     buffer = buffers[m.buffer]
-    return [buffer[low : low + count] for low, count in m.ranges]
-
-
-def _take(m: Message, buffers: Buffers) -> Tensor:
-    """The rows a message sends, in the dtype in which they are received; copied where apart."""
-    parts = _rows(m, buffers)
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    rows = _view(ranges, buffer)
+    if rows is None:
+        rows = torch.cat([buffer[low : low + count] for low, count in ranges])
     return rows.to(buffers[RECEIVES[m.kind]].dtype)
 
 
-def _room(m: Message, buffers: Buffers) -> Tensor:
-    """Where a message is received: its rows, or new ones where they are apart."""
-    parts = _rows(m, buffers)
-    return parts[0] if len(parts) == 1 else parts[0].new_empty((m.count, *parts[0].shape[1:]))
+def _room(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
+    """Where rows are received: in their place, or in new ones where they are apart."""
+    buffer = buffers[m.buffer]
+    rows = _view(ranges, buffer)
+    count = sum(n for _, n in ranges)
+    return buffer.new_empty((count, *buffer.shape[1:])) if rows is None else rows
 
 
-def _put(m: Message, rows: Tensor, buffers: Buffers) -> None:
+def _put(ranges: list[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
     """Rows that have arrived, to where they belong."""
-    parts = _rows(m, buffers)
-    if len(parts) == 1 and parts[0].data_ptr() == rows.data_ptr():
+    if rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
         return
-    for part, some in zip(parts, rows.split([len(p) for p in parts]), strict=True):
-        part.copy_(some)
+    parts = rows.split([count for _, count in ranges])
+    for (low, count), part in zip(ranges, parts, strict=True):
+        buffer[low : low + count] = part

@@ -13,11 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import TopologyError
 from ..kernels import resolve
@@ -28,7 +30,7 @@ from ..topology import Machine
 
 Pairs = Sequence[tuple[int, int]]
 LEAST_S, LEAST_BYTES, MOST_BYTES = 0.1, 1 << 18, 1 << 28
-SLOW = 0.7
+SLOW, ROUNDS = 0.7, 16
 MOST_PAIRS = 64
 LENGTHS = (256, 512, 1024, 2048)
 
@@ -51,7 +53,7 @@ class Bench:
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
         return float(worst)
 
-    def timed(self, run: Callable[[], None]) -> float:
+    def timed(self, run: Callable[[], Any]) -> float:
         """Seconds of the slowest rank, all having met first."""
         dist.barrier(group=self.group)
         start = time.perf_counter()
@@ -62,13 +64,20 @@ class Bench:
 
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
         """All transfers at once, each in so many messages."""
-        blank = torch.zeros(nbytes // messages, dtype=torch.uint8, device=self.device)
-        ops = [(dist.irecv, torch.empty_like(blank), a) for a, b in pairs if b == self.rank]
-        ops += [(dist.isend, blank, b) for a, b in pairs if a == self.rank]
+
+        def blank() -> Tensor:
+            return torch.empty(nbytes // messages, dtype=torch.uint8, device=self.device)
+
+        sides: tuple[tuple[Any, list[int]], ...] = (
+            (dist.irecv, [a for a, b in pairs if b == self.rank]),
+            (dist.isend, [b for a, b in pairs if a == self.rank]),
+        )
         todo = [
-            dist.P2POp(op, x.clone() if op is dist.irecv else x, group=self.group, group_peer=peer, tag=tag)
-            for tag in range(messages) for op, x, peer in ops
-        ]  # fmt: skip
+            dist.P2POp(op, blank(), group=self.group, group_peer=peer, tag=tag)
+            for op, peers in sides
+            for tag in range(messages)
+            for peer in peers
+        ]
         for work in dist.batch_isend_irecv(todo) if todo else ():
             work.wait()
 
@@ -77,15 +86,20 @@ class Bench:
         nbytes, seconds = LEAST_BYTES // 2, 0.0
         while seconds < LEAST_S and nbytes < MOST_BYTES:
             nbytes *= 2 if seconds == 0 else max(2, min(16, int(LEAST_S / seconds) + 1))
-            seconds = self.timed(lambda size=nbytes: self.send(pairs, size))  # type: ignore[misc]
+            seconds = self.timed(partial(self.send, pairs, nbytes))
         found = [self.timed(lambda: self.send(pairs, nbytes)) for _ in range(self.repeats)]
         self.samples[f"{name}, {nbytes} bytes"] = found
         return nbytes / float(np.median(found)) / 1e9
 
     def small(self, name: str, pairs: Pairs, messages: int) -> float:
-        """Seconds of that many tiny messages on each way."""
-        found = [self.timed(lambda: self.send(pairs, 64 * messages, messages)) for _ in range(self.repeats * 5)]
-        self.samples[f"{name}, {messages} messages"] = found
+        """Seconds a step of that many tiny messages on each way takes, one step after another."""
+
+        def steps() -> None:
+            for _ in range(ROUNDS):
+                self.send(pairs, 64 * messages, messages)
+
+        found = [self.timed(steps) / ROUNDS for _ in range(self.repeats + 1)][1:]
+        self.samples[f"{name}, {messages} messages a step"] = found
         return float(np.median(found))
 
 
@@ -101,7 +115,9 @@ def _ways(bench: Bench, inside: bool, node_size: int) -> Pairs:
 
 def _rates(bench: Bench, node_size: int, inside: bool) -> dict[str, float]:
     """Rates of single ways by "a>b"."""
-    return {f"{a}>{b}": bench.gbps(f"{a}>{b}", [(a, b)]) for a, b in _ways(bench, inside, node_size)}
+    return {
+        f"{a}>{b}": bench.gbps(f"{a}>{b}", [(a, b)]) for a, b in _ways(bench, inside, node_size)
+    }
 
 
 def network(bench: Bench, node_size: int) -> dict[str, Any]:
@@ -142,20 +158,22 @@ def kernels(
 ) -> dict[str, float]:  # fmt: skip
     """tflops, backward_tflops, kernel_s and memory_gbps, all ranks computing at the same time."""
     run = resolve(kernel, bench.device.type, dtype)
-    flops, times = [], {"forward": [], "backward": []}  # type: ignore[var-annotated]
+    flops: list[float] = []
+    times: dict[str, list[float]] = {"forward": [], "backward": []}
     for t in lengths:
         q, k, v, dout = (
-            torch.randn(t, h, head_dim, device=bench.device).to(dtype) for h in (heads, kv_heads, kv_heads, heads)
+            torch.randn(t, h, head_dim, device=bench.device).to(dtype)
+            for h in (heads, kv_heads, kv_heads, heads)
         )
         one = np.array([0]), np.array([t])
-        call = Call(False, Sequences(*one, *one), (), ())
-        scale = head_dim**-0.5
+        call, scale = Call(False, Sequences(*one, *one), (), ()), head_dim**-0.5
         out, lse = run.forward(q, k, v, call, scale)
         flops.append(4.0 * t * t * head_dim * heads)
-        for name, work in (
-            ("forward", lambda: run.forward(q, k, v, call, scale)),  # noqa: B023
-            ("backward", lambda: run.backward(dout, q, k, v, out, lse, call, scale)),  # noqa: B023
-        ):
+        works: dict[str, Callable[[], Any]] = {
+            "forward": partial(run.forward, q, k, v, call, scale),
+            "backward": partial(run.backward, dout, q, k, v, out, lse, call, scale),
+        }
+        for name, work in works.items():
             found = [bench.timed(work) for _ in range(bench.repeats + 1)][1:]
             bench.samples[f"kernel {name}, {t} tokens"] = found
             times[name].append(float(np.median(found)))
@@ -183,7 +201,9 @@ def _memory(bench: Bench, heads: int, head_dim: int, dtype: torch.dtype) -> floa
     out = torch.zeros(rows, heads, head_dim, device=bench.device)
     lse = torch.zeros(rows, heads, device=bench.device, dtype=torch.float64)
     part, part_lse = out.to(dtype), lse.float()
-    found = [bench.timed(lambda: merge_(out, lse, part, part_lse)) for _ in range(bench.repeats + 1)][1:]
+    found = [
+        bench.timed(lambda: merge_(out, lse, part, part_lse)) for _ in range(bench.repeats + 1)
+    ][1:]
     bench.samples[f"merge of {rows} rows"] = found
     row = 3 * dtype.itemsize + 2 * out.dtype.itemsize
     return rows * heads * head_dim * row / float(np.median(found)) / 1e9

@@ -18,7 +18,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from subprocess import Popen
 from typing import Any
 
 from ..errors import FabricError
@@ -70,7 +73,7 @@ class Namespace:
     """A network namespace without a name, held by a shell that ends with this process."""
 
     def __init__(self) -> None:
-        self.shell = subprocess.Popen(
+        self.shell = Popen(
             ["unshare", "--net", "sh"], text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -205,6 +208,30 @@ class Fabric:
     def launch(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`tasp_core.launch` with every rank inside its namespace."""
         return launch(fn, self.machine.ranks, *args, timeout_s=timeout_s, enter=self.enter)
+
+    def run(self, command: Sequence[str], timeout_s: float) -> list[int]:
+        """A command once a rank, with torchrun's variables; exit codes, negative if it was ended.
+
+        The first that fails, or the time-out, ends all.
+        """
+        shared = {"WORLD_SIZE": self.machine.ranks, "LOCAL_WORLD_SIZE": self.machine.node_size,
+                  "MASTER_ADDR": _address(0), "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "lo",
+                  "OMP_NUM_THREADS": 1}  # fmt: skip
+        ranks = []
+        for rank in range(self.machine.ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank % self.machine.node_size, **shared}
+            env = os.environ | {key: str(value) for key, value in own.items()}
+            ranks.append(Popen(command, env=env, preexec_fn=partial(self.enter, rank)))
+        deadline = time.monotonic() + timeout_s
+        try:
+            while None in (codes := [p.poll() for p in ranks]) and not any(codes):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+        return [process.wait() for process in ranks]
 
     def name(self) -> list[str]:
         """Give the namespaces names under which `ip netns` finds them, until `down`.

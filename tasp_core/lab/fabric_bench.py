@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from ..plan import Plan
 from ..simulate import simulate
-from ..topology import Machine
+from ..topology import Machine, machine
+from .calibrate import Bench, kernels, messages
 from .fabric import LEAST_BURST, Fabric
 from .fabric_cases import Case, cases
-from .fabric_goals import judge
-from .measure import Errors, Inputs, Judge, as_dict, run_rank
-from .passes import Pass
-
-DIRECTIONS = ("forward", "backward")
-Samples = dict[str, list[float]]
+from .fabric_goals import judge, table
+from .measure import Errors, Inputs, Judge, as_dict
+from .passes import DIRECTIONS, Pass, Samples, in_turn
+from .wiring import emulated
 
 
 def yield_cores() -> None:
@@ -42,7 +41,8 @@ def drain(group: Any) -> None:
     works = [dist.irecv(torch.empty_like(filler), p, group=group) for p in peers]
     works += [dist.isend(filler, p, group=group) for p in peers]
     for work in works:
-        work.wait()
+        if work is not None:
+            work.wait()
     dist.barrier(group=group)
 
 
@@ -51,20 +51,8 @@ def _rank(
 ) -> list[tuple[Errors, Samples]]:
     """Errors of every method, then, if all are right, its samples on this rank, methods in turn."""
     yield_cores()
-    results: list[tuple[Errors, Samples]] = []
-    for plan in plans:
-        pieces, _ = run_rank(rank, group, plan, inputs)
-        results.append((oracle.own_errors(pieces, plan, rank, group), {}))
-    if not all(errors.ok for errors, _ in results):
-        return results
     passes = [Pass(plan, rank, group, inputs, lambda: drain(group)) for plan in plans]
-    for _ in range(case.repeats):
-        for one, (_, samples) in zip(passes, results, strict=True):
-            for mode in case.modes:
-                seconds = one.run(mode, backward=case.backward)
-                for direction, value in zip(DIRECTIONS, seconds, strict=False):
-                    samples.setdefault(f"{mode} {direction}", []).append(value)
-    return results
+    return in_turn(passes, oracle, modes=case.modes, backward=case.backward, repeats=case.repeats)
 
 
 def predictions(case: Case, plan: Plan, on: Machine) -> dict[str, float | None]:
@@ -82,17 +70,19 @@ def predictions(case: Case, plan: Plan, on: Machine) -> dict[str, float | None]:
     return found
 
 
-def run_case(case: Case, rates: dict[str, float]) -> dict[str, Any]:
+def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
     """One case's result; `rates` are what calibration found of kernels and messages here."""
     inputs = Inputs.random(case.docs.total, case.heads, case.kv_heads, case.head_dim)
     oracle = Judge(inputs, case.docs, backward=case.backward)
     plans = [method.plan(case.docs, case.on()) for method in case.methods]
     with Fabric(case.on()) as net:
         by_rank = net.launch(_rank, case, plans, inputs, oracle, timeout_s=400.0)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, (method, plan) in enumerate(zip(case.methods, plans, strict=True)):
         errors, names = by_rank[0][i]
-        samples = {name: np.max([r[i][1][name] for r in by_rank], axis=0).tolist() for name in names}
+        samples = {
+            name: np.max([r[i][1][name] for r in by_rank], axis=0).tolist() for name in names
+        }
         rows.append({
             "label": method.label, "schedule": method.schedule, "layout": method.layout,
             "options": plan.schedule.options, "intra": method.intra,
@@ -104,14 +94,21 @@ def run_case(case: Case, rates: dict[str, float]) -> dict[str, Any]:
             "machine": asdict(case.on()), "right": all(r["errors"]["ok"] for r in rows)}  # fmt: skip
 
 
-def median(row: dict[str, Any], name: str) -> float:
-    """Median of a row's samples of that name; NaN if it was not measured."""
-    return float(np.median(row["samples"].get(name, [np.nan])))
+def _rates(rank: int, group: Any) -> tuple[dict[str, Any], Samples]:
+    yield_cores()
+    bench = Bench(group, torch.device("cpu"))
+    return messages(bench) | kernels(bench, heads=8, kv_heads=8), bench.samples
+
+
+def calibrated() -> tuple[dict[str, Any], Samples]:
+    """Rates of kernels and messages when eight ranks share this machine, and their samples."""
+    with Fabric(emulated(machine("mesh8"), link_mbit=50.0)) as net:
+        return net.launch(_rates)[0]
 
 
 def bench(say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
     """Run all cases; `say` shows each table as it is known."""
-    results, rates = [], calibrated()
+    results, (rates, samples) = [], calibrated()
     todo = cases(quick=quick)
     for number, case in enumerate(todo):
         say(f"[{number + 1}/{len(todo)}] {case}")
@@ -124,5 +121,6 @@ def bench(say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
     say("\n".join(map(str, goals)))
     return {
         "right": all(r["right"] for r in results), "config": {"quick": quick, "rates": rates},
+        "calibration": samples,
         "cases": results, "goals": [g._asdict() for g in goals],
     }  # fmt: skip

@@ -93,7 +93,9 @@ def cases(*, quick: bool = False) -> list[Case]:
         for heads in all_heads
     ]
     talk = [
-        Case("volume", "mesh8", 50.0, (tokens,), FULL, False, backward=True, modes=TALK, repeats=reps)
+        Case(
+            "volume", "mesh8", 50.0, (tokens,), FULL, False, backward=True, modes=TALK, repeats=reps
+        )
         for tokens, reps in ((2240, 4), (4480, 3), (8960, 2))
     ]
     packed = Case(

@@ -72,7 +72,9 @@ def _mesh(mesh: list[Row], volume: list[Row]) -> Iterable[Goal]:
             over = [median(r, name) / r["predicted"][f"bound {direction}"] for _, r in talk]
             gain = [median(c["methods"][0], name) / median(r, name) for c, r in talk]
             if direction == "forward":
-                yield Goal("TASP's communication over the link bound, forward", 1.1, max(over), False)
+                yield Goal(
+                    "TASP's communication over the link bound, forward", 1.1, max(over), False
+                )
             yield Goal(f"TASP's communication against Ring's, {direction}", needs, min(gain))
     for mbit, share in ((20.0, 0.85), (50.0, 0.8)):
         here = [c for c in mesh if c["config"]["link_mbit"] == mbit]
@@ -116,7 +118,9 @@ def judge(cases: list[Row]) -> list[Goal]:
     goals += [g for c in groups.get("packed", []) for g in _packed(c)]
     goals += [g for c in groups.get("nodes", []) for g in _nodes(c)]
     errors = [abs(gap) for _, gap in gaps(cases)]
-    goals.append(Goal("prediction against measurement, median", 0.1, float(np.median(errors)), False))
+    goals.append(
+        Goal("prediction against measurement, median", 0.1, float(np.median(errors)), False)
+    )
     goals.append(Goal("prediction against measurement, worst", 0.2, max(errors), False))
     return goals
 
@@ -124,29 +128,29 @@ def judge(cases: list[Row]) -> list[Goal]:
 def table(case: Row) -> str:
     """Measured medians (least..most), bound, prediction, CCR and speed-up over the first method."""
     lines = [
-        f"{'':<14}{'communication s':>24}{'/bound':>8}{'predicted':>10}{'computation':>13}{'CCR':>7}"
-        f"{'whole s':>24}{'predicted':>10}{'x':>6}"
+        f"{'':<15}{'communication s':>21} {'/bound':>7} {'predicted':>9} {'computation':>11} {'CCR':>6} "
+        f"{'whole s':>21} {'predicted':>9} {'x':>6}"
     ]
+    base = case["methods"][0]
     for row in case["methods"]:
-        for direction in ("forward", "backward"):
-            names = [f"{m} {direction}" for m in ("communication", "computation", "whole")]
-            talk, alone, whole = (_span(row, n) for n in names)
-            if not any((talk, alone, whole)):
-                continue
-            bound = row["predicted"].get(f"bound {direction}")
-            over = f"{median(row, names[0]) / bound:.2f}" if bound and talk else ""
-            guess = [f"{row['predicted'][n]:.3f}" if s else "" for n, s in zip(names, (talk, alone, whole), strict=True)]
-            base = case["methods"][0]
-            gain = median(base, names[2]) / median(row, names[2])
-            lines.append(
-                f"{row['label']:<13}{direction[0]}{talk:>24}{over:>8}{guess[0]:>10}{alone.split(' ')[0]:>13}"
-                f"{median(row, names[1]) / median(base, names[0]):>7.3f}{whole:>24}{guess[2]:>10}{gain:>6.2f}"
+        for way in ("forward", "backward"):
+            talk, alone, whole = (
+                f"{mode} {way}" for mode in ("communication", "computation", "whole")
             )
-    return "\n".join(lines).replace("nan", "   ")
+            if talk not in row["samples"]:
+                continue
+            bound = row["predicted"][f"bound {way}"] or np.nan
+            cells = [
+                f"{row['label']:<13} {way[0]}", f"{_span(row, talk):>21}",
+                f"{median(row, talk) / bound:>7.2f}", f"{row['predicted'][talk]:>9.3f}",
+                f"{median(row, alone):>11.3f}", f"{median(row, alone) / median(base, talk):>6.2f}",
+                f"{_span(row, whole):>21}", f"{row['predicted'][whole]:>9.3f}",
+                f"{median(base, whole) / median(row, whole):>6.2f}",
+            ]  # fmt: skip
+            lines.append(" ".join(cells))
+    return "\n".join(lines).replace("nan", "  -")
 
 
 def _span(row: Row, name: str) -> str:
     samples = row["samples"].get(name)
-    if not samples:
-        return ""
-    return f"{np.median(samples):.3f} [{min(samples):.3f} {max(samples):.3f}]"
+    return f"{np.median(samples):.3f} [{min(samples):.3f} {max(samples):.3f}]" if samples else "-"

@@ -48,6 +48,10 @@ class Inputs:
             *(torch.randn(tokens, n, head_dim, generator=generator).to(dtype) for n in sizes)
         )
 
+    def to(self, device: torch.device) -> Inputs:
+        """The same on a device."""
+        return Inputs(*(x.to(device) for x in self.tensors()))
+
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.dout
 

@@ -7,7 +7,7 @@ computation is the executor with an exchange that brings nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,12 @@ from ..lower import ARENA, LANDING, Call, Step
 from ..plan import Plan
 from ..tensors import shard
 from ..transport import Wait
-from .measure import Inputs
+from .measure import Errors, Inputs, Judge, run_rank
 
 Mode = Literal["whole", "communication", "computation"]
 MODES: tuple[Mode, ...] = ("communication", "computation", "whole")
+DIRECTIONS = ("forward", "backward")
+Samples = dict[str, list[float]]  # by "whole forward" and the like, seconds
 
 
 class Silent(Kernel):
@@ -43,7 +45,8 @@ class Silent(Kernel):
         scale: float,
     ) -> Triple:  # fmt: skip
         rows, keys = (int(n.sum()) for n in (call.sequences.q_n, call.sequences.k_n))
-        return q.new_zeros((rows, *q.shape[1:])), *(x.new_zeros((keys, *x.shape[1:])) for x in (k, v))
+        dk, dv = (x.new_zeros((keys, *x.shape[1:])) for x in (k, v))
+        return q.new_zeros((rows, *q.shape[1:])), dk, dv
 
 
 class Quiet:
@@ -74,6 +77,7 @@ class Pass:
         *, kernel: str = "auto",
     ) -> None:  # fmt: skip
         self.plan, self.rank, self.group, self.ready = plan, rank, group, ready
+        self.inputs = inputs
         self.tensors = [shard(x, plan, rank) for x in inputs.tensors()]
         self.kernel = resolve(kernel, self.tensors[0].device.type, self.tensors[0].dtype)
 
@@ -115,3 +119,26 @@ class Pass:
             forward_s,
             self._timed(lambda: run_backward(context, dout, q, k, v, out, lse))[0],
         ]
+
+
+def in_turn(
+    passes: Sequence[Pass], judge: Judge, *, modes: Sequence[Mode] = MODES, backward: bool,
+    repeats: int,
+) -> list[tuple[Errors, Samples]]:  # fmt: skip
+    """Errors of every method and, if all are right, this rank's samples, methods in turn.
+
+    All ranks call alike; running against the oracle warms up.
+    """
+    results: list[tuple[Errors, Samples]] = []
+    for one in passes:
+        pieces, _ = run_rank(one.rank, one.group, one.plan, one.inputs)
+        results.append((judge.own_errors(pieces, one.plan, one.rank, one.group), {}))
+    if not all(errors.ok for errors, _ in results):
+        return results
+    for _ in range(repeats):
+        for one, (_, samples) in zip(passes, results, strict=True):
+            for mode in modes:
+                seconds = one.run(mode, backward=backward)
+                for direction, value in zip(DIRECTIONS, seconds, strict=False):
+                    samples.setdefault(f"{mode} {direction}", []).append(value)
+    return results

@@ -15,7 +15,7 @@ Nothing is built here; fabric.py does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import TopologyError
 from ..topology import Machine
@@ -64,14 +64,15 @@ def emulated(machine: Machine, *, link_mbit: float) -> Machine:
         raise TopologyError(f"link_mbit must be a positive number, got {link_mbit!r}")
     rates = {name: getattr(machine, name) for name in RATES}
     factor = link_mbit / 8e3 / next(rate for rate in rates.values() if rate)
+    changed: dict[str, Any] = {name: rate * factor for name, rate in rates.items()}
+    changed |= dict.fromkeys(KERNEL, 0.0)
     return replace(
         machine,
         name=f"{machine.name}@{link_mbit:g}Mbit",
         source=f"{machine.name} with all rates x {factor:.3g}",
         overrides=tuple((name, rate * factor) for name, rate in machine.overrides),
         buses=tuple(bus._replace(gbps=bus.gbps * factor) for bus in machine.buses),
-        **{name: rate * factor for name, rate in rates.items()},
-        **dict.fromkeys(KERNEL, 0.0),
+        **changed,
     )
 
 
