@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,7 +23,7 @@ from .fabric import LEAST_BURST, Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
 from .measure import Errors, Inputs, Judge, as_dict
-from .passes import DIRECTIONS, Pass, Samples, in_turn
+from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
 from .wiring import emulated
 
 
@@ -49,10 +48,14 @@ def drain(group: Any) -> None:
 def _rank(
     rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Judge
 ) -> list[tuple[Errors, Samples]]:
-    """Errors of every method, then, if all are right, its samples on this rank, methods in turn."""
+    """Errors of every method and, if all are right, its samples on this rank."""
     yield_cores()
     passes = [Pass(plan, rank, group, inputs, lambda: drain(group)) for plan in plans]
-    return in_turn(passes, oracle, modes=case.modes, backward=case.backward, repeats=case.repeats)
+    errors = held(passes, oracle)
+    if not all(e.ok for e in errors):
+        return [(e, {}) for e in errors]
+    samples = in_turn(passes, modes=case.modes, backward=case.backward, repeats=case.repeats)
+    return list(zip(errors, samples, strict=True))
 
 
 def predictions(case: Case, plan: Plan, on: Machine) -> dict[str, float | None]:
@@ -79,10 +82,7 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
         by_rank = net.launch(_rank, case, plans, inputs, oracle, timeout_s=400.0)
     rows: list[dict[str, Any]] = []
     for i, (method, plan) in enumerate(zip(case.methods, plans, strict=True)):
-        errors, names = by_rank[0][i]
-        samples = {
-            name: np.max([r[i][1][name] for r in by_rank], axis=0).tolist() for name in names
-        }
+        errors, samples = by_rank[0][i][0], slowest([r[i][1] for r in by_rank])
         rows.append({
             "label": method.label, "schedule": method.schedule, "layout": method.layout,
             "options": plan.schedule.options, "intra": method.intra,

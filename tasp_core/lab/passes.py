@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,24 +122,30 @@ class Pass:
         ]
 
 
-def in_turn(
-    passes: Sequence[Pass], judge: Judge, *, modes: Sequence[Mode] = MODES, backward: bool,
-    repeats: int,
-) -> list[tuple[Errors, Samples]]:  # fmt: skip
-    """Errors of every method and, if all are right, this rank's samples, methods in turn.
+def held(passes: Sequence[Pass], judge: Judge) -> list[Errors]:
+    """Every method's errors against the oracle, the same on all ranks; this also warms up."""
+    return [
+        judge.own_errors(run_rank(x.rank, x.group, x.plan, x.inputs)[0], x.plan, x.rank, x.group)
+        for x in passes
+    ]
 
-    All ranks call alike; running against the oracle warms up.
-    """
-    results: list[tuple[Errors, Samples]] = []
-    for one in passes:
-        pieces, _ = run_rank(one.rank, one.group, one.plan, one.inputs)
-        results.append((judge.own_errors(pieces, one.plan, one.rank, one.group), {}))
-    if not all(errors.ok for errors, _ in results):
-        return results
+
+def in_turn(
+    passes: Sequence[Pass], *, modes: Sequence[Mode] = MODES, backward: bool, repeats: int
+) -> list[Samples]:
+    """This rank's samples of every method, methods in turn; all ranks call alike."""
+    results: list[Samples] = [{} for _ in passes]
     for _ in range(repeats):
-        for one, (_, samples) in zip(passes, results, strict=True):
+        for one, samples in zip(passes, results, strict=True):
             for mode in modes:
                 seconds = one.run(mode, backward=backward)
                 for direction, value in zip(DIRECTIONS, seconds, strict=False):
                     samples.setdefault(f"{mode} {direction}", []).append(value)
     return results
+
+
+def slowest(by_rank: Sequence[Samples]) -> Samples:
+    """Of every sample the slowest rank's."""
+    return {
+        name: np.max([samples[name] for samples in by_rank], axis=0).tolist() for name in by_rank[0]
+    }
