@@ -56,6 +56,12 @@ bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
 	@mkdir -p results
 	$(PY) -m tasp_core bench overhead --out results/overhead.json
 
+fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (10 minutes, Linux): results/fabric.json
+	@mkdir -p results
+	@why=$$($(PY) -c 'from tasp_core.lab.fabric import missing; print(missing() and missing(rootless=True))'); \
+	if [ -n "$$why" ]; then echo "SKIPPED: $$why"; else \
+	    $(PY) -m tasp_core fabric bench --out results/fabric.json && $(PY) -m tasp_core results results; fi
+
 clean: ## remove caches, builds and the demo's files; .venv and other results stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo.json results/demo.svg
 	find tasp_core visualize tests -name __pycache__ -type d -prune -exec rm -rf {} +

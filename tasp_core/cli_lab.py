@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .errors import PlanError
-from .options import Json, show
-from .topology import Machine, machine
+from .options import (
+    Dtype,
+    Full,
+    HeadDim,
+    Heads,
+    Json,
+    KvHeads,
+    MachineName,
+    Ranks,
+    show,
+)
+from .options import lengths as read_lengths
+from .topology import Machine
+from .topology import machine as machine_named
 
 console = Console(highlight=False, soft_wrap=True)
 Out = Annotated[Path | None, typer.Option(help="Result file.")]
@@ -29,8 +41,13 @@ fabric = typer.Typer(
 )
 
 
-def _say(json_: bool) -> Any:
-    return (lambda text: None) if json_ else console.print
+benches = typer.Typer(
+    no_args_is_help=True, help="Measure; the output is compared with the oracle first."
+)
+
+
+def _say(quiet: bool) -> Any:
+    return (lambda text: None) if quiet else console.print
 
 
 def _finish(kind: str, result: dict[str, Any], out: Path | None, json_: bool) -> None:
@@ -48,7 +65,7 @@ def _emulated(name: str, link_mbit: float) -> Machine:
     from .lab.fabric import enter_rootless
     from .lab.wiring import emulated
 
-    found = emulated(machine(name), link_mbit=link_mbit)
+    found = emulated(machine_named(name), link_mbit=link_mbit)
     enter_rootless(sys.argv[1:])
     return found
 
@@ -117,22 +134,125 @@ def fabric_bench(
     _finish("fabric", bench(_say(json_), quick=quick), out, json_)
 
 
-def bench(
-    what: Annotated[str, typer.Argument(help="overhead, packed or attention")],
+@benches.command("overhead")
+def bench_overhead(out: Out = None, json_: Json = False) -> None:
+    """CPU time of all ranks over the plain kernel's on one process."""
+    from .lab.bench import overhead
+
+    _finish("overhead", overhead(_say(json_)), out, json_)
+
+
+@benches.command("packed")
+def bench_packed(out: Out = None, json_: Json = False) -> None:
+    """Layouts x schedules x distributions of document lengths, planned and run."""
+    from .lab.packed import packed
+
+    _finish("packed", packed(_say(json_)), out, json_)
+
+
+@benches.command("attention")
+def bench_attention(
+    lengths: Annotated[str, typer.Option(help="Tokens of the rows, e.g. 2048,8192.")] = "1024,4096",
+    methods: Annotated[
+        str, typer.Option(help="SCHEDULE or SCHEDULE:LAYOUT, the baseline first.")
+    ] = "ring,tasp,all_gather",
+    ranks: Ranks = 4,
+    heads: Heads = 8,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "float32",
+    full: Full = False,
+    forward: Annotated[bool, typer.Option("--forward", help="No backward pass.")] = False,
+    repeats: Annotated[int, typer.Option(help="Samples of each figure.")] = 5,
+    machine: MachineName = None,
+    peak_tflops: Annotated[
+        float, typer.Option(help="A rank's peak; a faster run fails. Default: the machine's.")
+    ] = 0.0,
     out: Out = None,
     json_: Json = False,
 ) -> None:
-    """Measure; the output is compared with the oracle first."""
-    from .lab.bench import overhead
-    from .lab.packed import packed
+    """Time against length, on torchrun's ranks or local ones; guards fail the run."""
+    from .lab.attention_bench import Config, attention_bench
+    from .lab.ranks import started
 
-    known: dict[str, Callable[[Any], dict[str, Any]]] = {"overhead": overhead, "packed": packed}
-    if what not in known:
-        raise PlanError(f"no benchmark {what!r}; known are {', '.join(known)}")
-    _finish(what, known[what](_say(json_)), out, json_)
+    config = Config(
+        tuple(read_lengths(lengths)), tuple(methods.split(",")), _world(ranks), heads, kv_heads,
+        head_dim, dtype, not full, not forward, repeats, peak_tflops,
+    )  # fmt: skip
+    on = machine_named(machine) if machine else None
+    result = attention_bench(_say(json_ or (started() and os.environ["RANK"] != "0")), config, on)
+    if result is not None:
+        _finish("attention", result, out, json_)
+
+
+def _world(ranks: int) -> int:
+    """A launcher's number of ranks, else the given one."""
+    from .lab.ranks import started
+
+    return int(os.environ["WORLD_SIZE"]) if started() else ranks
+
+
+def calibrate(
+    ranks: Ranks = 4,
+    node_size: Annotated[int, typer.Option(help="Ranks a node; 0: torchrun's, else all.")] = 0,
+    name: Annotated[str, typer.Option(help="What to call the machine.")] = "calibrated",
+    out: Annotated[Path, typer.Option(help="Machine file; samples go beside it.")] = Path(
+        "results/machine.json"
+    ),
+    dtype: Dtype = "",
+    json_: Json = False,
+) -> None:
+    """Measure the ranks' links, NICs, latency and kernels into a machine file."""
+    from .lab.calibrate import measure_ranks
+    from .lab.results import write
+
+    found = measure_ranks(_world(ranks), node_size, name, dtype)
+    if found is None:
+        return
+    on, samples = found
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(on.to_json() + "\n")
+    config = {"ranks": on.ranks, "node_size": on.node_size, "name": name}
+    write(out.with_suffix(".samples.json"), "calibration", config=config, samples=samples)
+    if json_:
+        sys.stdout.write(on.to_json() + "\n")
+        return
+    for key, value in asdict(on).items():
+        if isinstance(value, float) and value:
+            console.print(f"{key:<16} {value:.4g}")
+    console.print(f"{on.name}: {on.ranks} ranks, {on.source}; {out}")
+
+
+def results(
+    folder: Annotated[Path, typer.Argument(help="Where the result files are.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for CSV and plots; default: the same.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Collect result files into one CSV; plots of time against length, speed-up against CCR."""
+    from visualize.curves import curves
+
+    from .lab.collect import collect, write_csv
+
+    table, skipped = collect(folder)
+    out = out or folder
+    out.mkdir(parents=True, exist_ok=True)
+    made = [
+        write_csv(table, out / "results.csv"),
+        *(f.save(out / f"{n}.svg") for n, f in curves(table)),
+    ]
+    if json_:
+        show({"files": [str(x) for x in made], "rows": len(table), "skipped": skipped})
+        return
+    console.print(f"{len(table)} rows; {', '.join(map(str, made))}")
+    for name, why in skipped.items():
+        console.print(f"skipped {name}: {why}")
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    app.command("bench")(bench)
+    app.add_typer(benches, name="bench")
     app.add_typer(fabric, name="fabric")
+    app.command("calibrate")(calibrate)
+    app.command("results")(results)

@@ -10,6 +10,7 @@ Not covered: ways through hosts, NICs shared by ranks; write those into the file
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from ..lower import Call
 from ..merge import merge_
 from ..tiles import Sequences
 from ..topology import Machine
+from .ranks import on_ranks
 
 Pairs = Sequence[tuple[int, int]]
 LEAST_S, LEAST_BYTES, MOST_BYTES = 0.1, 1 << 18, 1 << 28
@@ -235,3 +237,23 @@ def calibrate(
         all_gather="ring" if backend == "gloo" else "direct", **fields,
     )  # fmt: skip
     return machine, bench.samples
+
+
+def _rank(
+    rank: int, group: Any, device: torch.device, node_size: int, name: str, dtype: str
+) -> tuple[Machine, dict[str, list[float]]]:
+    size = node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    kind = getattr(torch, dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    return calibrate(group, node_size=size, name=name, device=device, dtype=kind)
+
+
+def measure_ranks(
+    ranks: int, node_size: int = 0, name: str = "calibrated", dtype: str = ""
+) -> tuple[Machine, dict[str, list[float]]] | None:
+    """`calibrate` on a launcher's ranks (None on all but the first), or on forked local ones.
+
+    Args:
+        node_size: ranks a node; 0: what torchrun says, else all. dtype: of kernels; "": float32 on
+            a CPU, bfloat16 on a GPU.
+    """
+    return on_ranks(_rank, ranks, node_size, name, dtype)

@@ -1,0 +1,209 @@
+"""Measuring: guards that fail a run, messages that travel together, goals, tables and curves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tasp_core as tasp
+from tasp_core import transport
+from tasp_core.errors import PlanError
+from tasp_core.lab import attention_bench
+from tasp_core.lab.attention_bench import Config, remote_unused, sampled_gap, too_fast
+from tasp_core.lab.collect import collect, write_csv
+from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
+from tasp_core.lab.measure import Inputs, Judge, run_rank
+from tasp_core.lab.passes import Pass, held
+from tasp_core.lower import lower
+from tasp_core.transport import Exchange, bundles
+from visualize.curves import PUBLISHED, curves, gains
+
+DOCS = tasp.Documents.of([96])
+INPUTS = Inputs.random(96, 4, 2, 16)
+
+
+def on_ranks(ranks, fn, p, inputs=INPUTS):
+    def work(rank, group):
+        return fn(Pass(p, rank, group, inputs, lambda: dist.barrier(group=group)))
+
+    return tasp.launch(work, ranks)
+
+
+def deaf(self, t, step, buffers):
+    """An exchange whose messages bring what is expected of them, but nobody's values."""
+    for m in step.recvs:
+        buffers[m.buffer][m.low : m.low + m.count] = 0.5
+    return lambda: None
+
+
+# ---- guards
+
+
+def test_a_pass_that_ignores_remote_values_is_caught(monkeypatch):
+    p = tasp.plan(DOCS, 3)
+    assert on_ranks(3, remote_unused, p) == ["", "", ""]
+    monkeypatch.setattr(Exchange, "post", deaf)
+    said = on_ranks(3, remote_unused, p)
+    assert sum(bool(x) for x in said) == 1
+    assert "whatever values the other ranks hold" in "".join(said)
+
+
+def test_own_errors_are_the_same_on_all_ranks_and_see_a_wrong_one(monkeypatch):
+    p, oracle = tasp.plan(DOCS, 3), Judge(INPUTS, DOCS)
+    good = on_ranks(3, lambda one: held([one], oracle)[0], p)
+    assert all(e.ok and e == good[0] for e in good)
+    monkeypatch.setattr(Exchange, "post", deaf)
+    bad = on_ranks(3, lambda one: held([one], oracle)[0], p)
+    assert not any(e.ok for e in bad)
+
+
+def test_sampled_rows_find_a_wrong_output(monkeypatch):
+    p = tasp.plan(DOCS, 3, schedule="ring")
+    assert max(on_ranks(3, sampled_gap, p)) < 1e-5
+    monkeypatch.setattr(Exchange, "post", deaf)
+    assert max(on_ranks(3, sampled_gap, p)) > 1e-2
+
+
+def test_nothing_is_faster_than_the_peak():
+    assert too_fast(2.0, 1.0).startswith("2 TFLOP/s a rank, above the peak of 1")
+    assert too_fast(0.9, 1.0) == too_fast(5.0, 0.0) == ""
+
+
+@pytest.mark.parametrize("wrong", ["peak", "values"])
+def test_a_guard_fails_the_run(monkeypatch, wrong):
+    lines = []
+    config = Config(
+        (64,), ("ring", "tasp"), 2, repeats=1, peak_tflops=1e-9 if wrong == "peak" else 0.0
+    )
+    if wrong == "values":
+        monkeypatch.setattr(attention_bench, "remote_unused", lambda one: "nobody listens")
+    result = attention_bench.attention_bench(lines.append, config)
+    assert not result["right"]
+    assert all(row["wrong"] for row in result["rows"])
+    assert bool(result["rows"][0]["samples"]) == (wrong == "peak")  # wrong values are not timed
+
+
+# ---- messages
+
+
+def kv_step(node="mesh2x2", schedule="wave"):
+    p = tasp.plan(tasp.Documents.of([640], causal=False), 4, schedule=schedule, machine=node,
+                  layout="contiguous")  # fmt: skip
+    return p, [lower(p, r) for r in range(4)]
+
+
+def test_both_ends_bundle_a_links_messages_alike():
+    _, programs = kv_step()
+    rows = {"own": torch.zeros(4, 8), "arena": torch.zeros(4, 8)}
+    together = 0
+    for t in range(max(len(x.steps) for x in programs)):
+        sent, got = {}, {}
+        for r, program in enumerate(programs):
+            for m in bundles(program.steps[t].sends, rows):
+                sent[r, m[0].peer, m[0].kind] = [(x.tag, x.count) for x in m]
+            for m in bundles(program.steps[t].recvs, rows):
+                got[m[0].peer, r, m[0].kind] = [(x.tag, x.count) for x in m]
+        assert sent == got
+        together += sum(len(x) > 1 for x in sent.values())
+    assert together > 0
+
+
+def test_large_messages_travel_alone(monkeypatch):
+    _, programs = kv_step()
+    sends = programs[0].steps[1].sends
+    rows = {"own": torch.zeros(4, 8), "arena": torch.zeros(4, 8)}
+    assert len(list(bundles(sends, rows))) < len(sends)
+    monkeypatch.setattr(transport, "SMALL_BYTES", 1)
+    assert len(list(bundles(sends, rows))) == len(sends)
+
+
+def test_bundled_or_not_gives_the_same_bits_and_receives_are_posted_first(monkeypatch):
+    p, _ = kv_step()
+    inputs = Inputs.random(640, 2, 2, 8)
+
+    def attend(one):
+        posted, post = [], dist.batch_isend_irecv
+
+        def watch(ops):
+            posted.append([op.op is dist.irecv for op in ops])
+            return post(ops)
+
+        dist.batch_isend_irecv = watch
+        return run_rank(one.rank, one.group, p, inputs)[0], posted
+
+    packed = on_ranks(4, attend, p, inputs)
+    monkeypatch.setattr(transport, "SMALL_BYTES", 0)
+    single = on_ranks(4, attend, p, inputs)
+    for (a, some), (b, many) in zip(packed, single, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert sum(map(len, some)) < sum(map(len, many))
+        assert all(ops == sorted(ops, reverse=True) for ops in (*some, *many))
+
+
+# ---- results
+
+
+def row(label, talk, whole, bound=0.9, error=0.05):
+    samples = {"communication forward": [talk] * 3, "whole forward": [whole] * 3}
+    samples["computation forward"] = [0.1] * 3
+    predicted = {k: v[0] * (1 + error) for k, v in samples.items()} | {"bound forward": bound}
+    return {"label": label, "samples": samples, "predicted": predicted}
+
+
+def case(gain, group="mesh", mbit=20.0):
+    return {
+        "title": f"{group}: test, gain {gain}",
+        "methods": [row("Ring", 7.0, 7.0), row("TASP", 1.0, 7.0 / gain)],
+        "config": {"group": group, "link_mbit": mbit, "lengths": [64], "ranks": 8},
+    }  # fmt: skip
+
+
+def test_goals_are_met_or_not_by_the_worst_case():
+    goals = {g.text: g for g in judge([case(6.9), case(5.0)])}
+    least = goals["TASP end to end, 20 Mbit/s, least CCR"]
+    assert (least.found, least.met) == (pytest.approx(5.0), False)
+    assert str(least).startswith("NOT MET")
+    assert goals["prediction against measurement, worst"].met
+    assert not Goal("below", 1.0, 1.1, at_least=False).met
+    assert Goal("below", 1.0, 0.9, at_least=False).met
+    assert not Goal("nothing was measured", 1.0, float("nan")).met
+
+
+def test_ccr_and_gaps_and_table():
+    one = case(7.0)
+    assert ccr(one) == pytest.approx(0.1 / 7.0)
+    assert [round(gap, 6) for _, gap in gaps([one])] == [0.05] * 4
+    assert "7.000 [7.000 7.000]" in table(one)
+    assert table(one).count("\n") == 2
+
+
+def result(path, kind, **body):
+    path.write_text(json.dumps({"schema": 1, "kind": kind, **body}))
+
+
+def test_result_files_become_one_table_and_curves(tmp_path):
+    result(tmp_path / "a.json", "fabric", cases=[case(6.0), case(3.0, mbit=50.0)])
+    config = {"ranks": 4, "causal": True, "heads": 8, "kv_heads": 8}
+    rows = [
+        row(label, talk * n, n, bound=0.5 * n) | {"tokens": 64 * n, "ccr": 0.1}
+        for n in (1, 2) for label, talk in (("ring", 3.0), ("tasp", 1.0))
+    ]  # fmt: skip
+    result(tmp_path / "b.json", "attention", config=config, rows=rows)
+    result(tmp_path / "c.json", "demo")
+    (tmp_path / "d.json").write_text("{")
+    found, skipped = collect(tmp_path)
+    assert skipped.keys() == {"c.json", "d.json"}
+    assert {f.how for f in found} == {"measured", "modelled", "bound"}
+    assert write_csv(found, tmp_path / "r.csv").read_text().count("\n") == 1 + len(found)
+    figures = dict(curves(found))
+    assert figures.keys() == {"time", "speedup"}
+    assert figures["speedup"].svg.count('class="published"') == len(PUBLISHED)
+    assert [b for _, b in gains(found)["TASP over Ring"]] == [
+        pytest.approx(6.0),
+        pytest.approx(3.0),
+    ]
+    with pytest.raises(PlanError, match="no result file"):
+        collect(tmp_path / "nowhere")

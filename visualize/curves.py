@@ -1,0 +1,188 @@
+"""Curves: time against length with bound and prediction; speed-up against CCR with published points.
+
+    curves(table) -> [("time", Figure), ("speedup", Figure)]        table: tasp_core.lab.collect
+
+Measured points are discs joined by lines, predictions dashed lines, bounds dotted ones, published
+points (other machines) hollow squares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from .colours import INK, PALE, SOFT, colour
+from .figure import Figure
+from .marks import INNER, Drawing, Marks, disc, fit, line, number, rect, small, stack, text
+from .timeline import seconds
+
+LEFT, RIGHT, TOP, HIGH = 90.0, 330.0, 40.0, 360.0
+# TASP, arXiv 2509.26541: MI300X, full mask, batch 48, 10K to 100K tokens: (CCR, speed-up over Ring)
+PUBLISHED = ((0.39, 2.4), (0.65, 1.8), (0.80, 1.5), (0.98, 1.3), (1.17, 1.1))
+DASHES = {"measured": "", "modelled": "7 4", "bound": "2 4"}
+
+
+class Curve(NamedTuple):
+    """Points of one kind; `ends` are the least and most of each measured one."""
+
+    label: str
+    how: str
+    tone: str
+    points: tuple[tuple[float, float], ...]
+
+
+class Axis(NamedTuple):
+    """A logarithmic axis over `px` pixels."""
+
+    low: float
+    high: float
+    px: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], px: float) -> Axis:
+        """An axis with a little room at both ends."""
+        return cls(min(values) / 1.15, max(values) * 1.15, px)
+
+    def at(self, value: float) -> float:
+        """Where a value lies."""
+        return self.px * math.log(value / self.low) / math.log(self.high / self.low)
+
+    def ticks(self) -> list[float]:
+        """1, 2, 5 times powers of ten inside."""
+        first, last = (math.floor(math.log10(x)) for x in (self.low, self.high))
+        some = (m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5))
+        return [x for x in some if self.low <= x <= self.high]
+
+
+def _axes(x: Axis, y: Axis, x_name: str, y_name: str, show: Callable[[float], str]) -> Marks:
+    """Grid, labels and names."""
+    foot, marks = TOP + HIGH, []
+    for tick in x.ticks():
+        at = LEFT + x.at(tick)
+        marks += [
+            line(complex(at, TOP), complex(at, foot)),
+            small(complex(at, foot + 14), number(tick)),
+        ]
+    for tick in y.ticks():
+        at = foot - y.at(tick)
+        marks.append(line(complex(LEFT, at), complex(LEFT + x.px, at), stroke=PALE))
+        marks.append(small(complex(LEFT - 8, at), show(tick), "end"))
+    marks.append(small(complex(LEFT + x.px / 2, foot + 36), x_name))
+    return [*marks, text(complex(LEFT, TOP - 16), y_name, anchor="start", fill=SOFT)]
+
+
+def _curve(curve: Curve, x: Axis, y: Axis) -> Marks:
+    foot = TOP + HIGH
+    places = [complex(LEFT + x.at(a), foot - y.at(b)) for a, b in sorted(curve.points)]
+    if curve.how == "published":
+        return [
+            rect(p - 5 - 5j, 10 + 10j, fill="#FFFFFF", stroke=INK, name="published") for p in places
+        ]
+    dash = DASHES[curve.how]
+    marks = [line(a, b, stroke=curve.tone, width=2, dash=dash) for a, b in pairwise(places)]
+    if curve.how == "measured":
+        marks += [disc(p, 4, fill=curve.tone, stroke=curve.tone, name="measured") for p in places]
+    return marks
+
+
+def plot(
+    curves: Sequence[Curve], x_name: str, y_name: str, show: Callable[[float], str] = number
+) -> Drawing:
+    """Curves on logarithmic axes, with a legend at the right."""
+    points = [p for c in curves for p in c.points]
+    x = Axis.over([p[0] for p in points], INNER - LEFT - RIGHT)
+    y = Axis.over([p[1] for p in points], HIGH)
+    marks = _axes(x, y, x_name, y_name, show)
+    for i, curve in enumerate(curves):
+        marks += _curve(curve, x, y)
+        at = complex(INNER - RIGHT + 24, TOP + 11 + 22 * i)
+        if curve.how == "published":
+            marks.append(rect(at + 10 - 5j, 10 + 10j, fill="#FFFFFF", stroke=INK))
+        else:
+            marks.append(line(at, at + 30, stroke=curve.tone, width=2, dash=DASHES[curve.how]))
+        marks.append(
+            small(at + 38, fit(f"{curve.label}, {curve.how}", RIGHT - 70, size=13), "start")
+        )
+    return Drawing(INNER, max(TOP + HIGH + 50, TOP + 22 * len(curves)), marks)
+
+
+def _series(rows: Iterable[Any], tone: dict[str, str], what: str) -> list[Curve]:
+    """A curve for each method and way of finding, over tokens."""
+    found: dict[tuple[str, str], dict[float, float]] = {}
+    for r in rows:
+        if r.quantity == (f"bound {what}" if r.how == "bound" else f"whole {what}"):
+            label = "all methods" if r.how == "bound" else r.method
+            found.setdefault((label, r.how), {})[r.tokens] = r.median
+    return [
+        Curve(label, how, tone.get(label, SOFT), tuple(points.items()))
+        for (label, how), points in found.items()
+        if how != "bound" or len(set(points.values())) > 1
+    ]
+
+
+def _times(table: Sequence[Any]) -> Figure | None:
+    """Time against length, a panel for each case and direction that has several lengths."""
+    panels, said = [], []
+    rows = [r for r in table if r.kind == "attention"]
+    tone = {m: colour(i) for i, m in enumerate(dict.fromkeys(r.method for r in rows))}
+    for file, case in dict.fromkeys((r.file, r.case) for r in rows):
+        here = [r for r in rows if (r.file, r.case) == (file, case)]
+        for what in ("forward", "backward"):
+            some = _series(here, tone, what)
+            if some and len({r.tokens for r in here}) > 1:
+                title = text(8j, f"{case}, {what}", size=16, anchor="start", bold=True)
+                panels += [Drawing(INNER, 22, [title]), plot(some, "tokens", "one pass", seconds)]
+                said.append(f"{case}, {what}: {len(some)} curves")
+    if not panels:
+        return None
+    notes = ("Measured medians; predictions and bounds are modelled, and shown as lines only.",)
+    return Figure(
+        "Time of one pass against the length of the row",
+        notes,
+        "; ".join(said),
+        stack(panels, gap=14),
+    )
+
+
+def gains(table: Sequence[Any]) -> dict[str, list[tuple[float, float]]]:
+    """(CCR, speed-up over the first method) of whole forward passes, by method."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    whole = [r for r in table if r.quantity == "whole forward" and r.how == "measured" and r.ccr]
+    for key in dict.fromkeys((r.file, r.case, r.tokens) for r in whole):
+        base, *others = [r for r in whole if (r.file, r.case, r.tokens) == key]
+        for r in others:
+            points.setdefault(f"{r.method} over {base.method}", []).append(
+                (r.ccr, base.median / r.median)
+            )
+    return points
+
+
+def _speedups(table: Sequence[Any]) -> Figure | None:
+    found = gains([r for r in table if r.kind == "fabric" and r.case.startswith("mesh:")] or table)
+    if not found:
+        return None
+    ccrs = [a for points in found.values() for a, _ in points] + [p[0] for p in PUBLISHED]
+    some = [Curve(m, "measured", colour(i), tuple(p)) for i, (m, p) in enumerate(found.items())]
+    ranks = max(r.ranks for r in table)
+    steps = sorted({min(ccrs), max(ccrs), 1 / (ranks - 1), 1.0})
+    limit = tuple((x, max(1.0, min(ranks - 1, 1 / x))) for x in steps)
+    some.append(Curve(f"perfect overlap, {ranks} ranks", "bound", SOFT, limit))
+    some.append(Curve("TASP, 8 MI300X", "published", INK, PUBLISHED))
+    said = "; ".join(
+        f"{c.label} ({c.how}): " + ", ".join(f"{number(b)} at CCR {number(a)}" for a, b in c.points)
+        for c in some
+    )
+    notes = (
+        "CCR: computation alone over the baseline's communication alone. Published points are of other "
+        "machines (arXiv 2509.26541), measured by its authors.",
+    )
+    drawing = plot(some, "CCR of the baseline", "speed-up, forward pass")
+    return Figure("Speed-up against computation over communication", notes, said, drawing)
+
+
+def curves(table: Sequence[Any]) -> list[tuple[str, Figure]]:
+    """The figures that the table has points for, by name."""
+    made = (("time", _times(table)), ("speedup", _speedups(table)))
+    return [(name, figure) for name, figure in made if figure is not None]
