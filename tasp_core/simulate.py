@@ -25,6 +25,7 @@ from .bound import cut_bound, needed_bound
 from .collectives import gathered, sum_bytes, ulysses
 from .errors import PlanError
 from .hardware import Machine
+from .program import SMALL_BYTES
 from .plan import Plan
 from .schedules import DKV
 from .timeline import Timeline
@@ -66,8 +67,8 @@ def simulate(
     sent = hops.where(hops.kind == DKV) if plan.schedule.collective else hops
     traffic = traffic_of(plan, sent, sizes, backward)
     packed = plan.schedule.exchange == "all_to_all"
-    if packed:  # one message a peer and step
-        traffic = traffic._replace(messages=np.ones_like(traffic.messages))
+    one = packed | (traffic.nbytes <= traffic.messages * SMALL_BYTES)  # one message a peer and step
+    traffic = traffic._replace(messages=np.where(one, 1, traffic.messages))
     charged, together = charge(machine, traffic), charge(machine, collective)
     work = work_of(plan, hops, range(1 if alike else plan.inner.ranks), steps)
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
