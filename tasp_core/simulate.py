@@ -25,8 +25,8 @@ from .bound import cut_bound, needed_bound
 from .collectives import gathered, sum_bytes, ulysses
 from .errors import PlanError
 from .hardware import Machine
-from .program import SMALL_BYTES
 from .plan import Plan
+from .program import SMALL_BYTES
 from .schedules import DKV
 from .timeline import Timeline
 from .traffic import Sizes, Traffic, charge, traffic_of

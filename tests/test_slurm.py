@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from tasp_core.lab.metrics import read
 
 from tasp_core import machine
+from tasp_core.lab.metrics import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent

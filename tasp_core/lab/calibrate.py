@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..errors import TopologyError
 from ..kernels import resolve
-from ..lower import Call
 from ..merge import merge_
+from ..program import Call
 from ..tiles import Sequences
 from ..topology import Machine
 from .ranks import on_ranks

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..explain import wire_bytes
+from ..explain import RowBytes, wire_bytes
 from ..heads import split_heads
 from ..lower import lower
 from ..plan import Plan
@@ -61,10 +61,10 @@ def flops(size: Size, tokens: int, pairs: int) -> int:
 def attention_bytes(size: Size, plan: Plan, rank: int, itemsize: int) -> int:
     """Bytes of keys, values and gradients a rank sends in all layers, between Ulysses groups."""
     own = split_heads(size.heads, size.kv_heads, plan.intra)[rank % plan.intra]
-    row = 2 * (own.kv_high - own.kv_low) * (size.dim // size.heads)
+    heads = (own.q_high - own.q_low, own.kv_high - own.kv_low)
+    row = RowBytes.of(*heads, size.dim // size.heads, itemsize)
     return size.layers * sum(
-        wire_bytes(lower(plan, rank, backward=b), row * itemsize, row * max(4, itemsize), sent=True)
-        for b in (False, True)
+        wire_bytes(lower(plan, rank, backward=b), row, sent=True, backward=b) for b in (False, True)
     )
 
 

@@ -22,23 +22,10 @@ __all__ = [
     "TaspRails", "Wave", "build", "schedules",
 ]  # fmt: skip
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    cls.name: cls
-    for cls in (
-        Ring,
-        DoubleRing,
-        Tasp,
-        TaspPaths,
-        TaspRails,
-        Wave,
-        Paced,
-        AllGather,
-        Helper,
-        TokenRing,
-        Mesh,
-        Sap,
-    )  # fmt: skip
-}
+FAMILIES: tuple[type[Schedule], ...] = (
+    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, AllGather, Helper, TokenRing, Mesh, Sap,
+)  # fmt: skip
+SCHEDULES = {cls.name: cls for cls in FAMILIES}
 
 
 def schedules() -> dict[str, str]:
