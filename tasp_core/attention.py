@@ -33,6 +33,7 @@ def attention(
     *,
     return_lse: bool = False,
     grad_comm_dtype: torch.dtype | None = None,
+    keep_kv: bool = False,
 ) -> Any:
     """Attention of a packed row whose tokens are spread over the ranks of `group` by `plan`.
 
@@ -49,6 +50,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, [t, Hq] or [B, t, Hq], not
             differentiable, float32 (float64 for float64 inputs).
         grad_comm_dtype: dtype of key/value gradients on the wire; default float32 (float64).
+        keep_kv: keep the keys and values that arrive for the backward pass, in which they then do
+            not travel again; memory for all keys a rank needs instead of two shards. Default: no.
 
     Returns:
         out [t, Hq, Dv] or [B, t, Hq, Dv] in q's dtype. Differentiable once, in q, k and v.
@@ -65,13 +68,13 @@ def attention(
     run = recompute.opaque() if torch.compiler.is_compiling() else recompute.once
     return run(
         _attention, q, k, v, plan, group, scale, kernel,
-        return_lse=return_lse, grad_comm_dtype=grad_comm_dtype,
+        return_lse=return_lse, grad_comm_dtype=grad_comm_dtype, keep_kv=keep_kv,
     )  # fmt: skip
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Any, scale: float | None, kernel: str, *,
-    return_lse: bool, grad_comm_dtype: torch.dtype | None,
+    return_lse: bool, grad_comm_dtype: torch.dtype | None, keep_kv: bool,
 ) -> Any:  # fmt: skip
     """`attention` itself."""
     import torch.distributed as dist
@@ -89,7 +92,10 @@ def _attention(
     error = error or _option_complaint(scale, grad_comm_dtype)
     if exchange and exchange.ranks > 1:
         _agree(
-            exchange, {"error": error} if error else _note(q, k, v, plan, scale, grad_comm_dtype)
+            exchange,
+            {"error": error}
+            if error
+            else _note(q, k, v, plan, scale, grad_comm_dtype) | {"keep_kv": str(bool(keep_kv))},
         )
     if error:
         raise PlanError(f"rank {rank}: {error}")
@@ -107,6 +113,7 @@ def _attention(
         resolve(kernel, q.device.type, q.dtype),
         scale,
         grad_comm_dtype,
+        bool(keep_kv),
     )
 
     def inner(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

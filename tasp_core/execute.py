@@ -42,9 +42,20 @@ class Context:
     kernel: Kernel
     scale: float
     grad_comm_dtype: torch.dtype | None = None
+    keep_kv: bool = False
 
     def program(self, *, backward: bool) -> Program:
-        return program_of(self.plan, self.rank, backward=backward)
+        return program_of(self.plan, self.rank, backward=backward, keep_kv=self.keep_kv)
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """K and V of the rank as one buffer, so that they travel as one message, and room for others'.
+
+        [T + arena rows, K, D + E].
+        """
+        rows = len(k) + self.program(backward=False).arena_rows
+        kv = k.new_empty((rows, k.shape[1], k.shape[2] + v.shape[2]))
+        torch.cat([k, v], dim=-1, out=kv[: len(k)])
+        return kv
 
     def post(self, program: Program, t: int, step: Step, buffers: Buffers) -> Wait:
         if self.exchange is None:
@@ -103,25 +114,20 @@ class _Keys:
         self.k, self.v = self.rows[..., :dim], self.rows[..., dim:]
 
 
-def _pack(k: Tensor, v: Tensor, more: int) -> Tensor:
-    """K and V of a rank as one buffer [T + more, K, D + E], so that they travel as one message."""
-    kv = k.new_empty((len(k) + more, k.shape[1], k.shape[2] + v.shape[2]))
-    torch.cat([k, v], dim=-1, out=kv[: len(k)])
-    return kv
-
-
-def run_forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def run_forward(
+    ctx: Context, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One rank's forward pass.
 
     Args:
-        q: [T, H, D]; k: [T, K, D]; v: [T, K, E].
+        q: [T, H, D]; k: [T, K, D]; v: [T, K, E]. kv: `ctx.pack(k, v)`, to be kept by the caller.
 
     Returns:
         out [T, H, E] and lse [T, H] in float32, or float64 for float64 inputs.
     """
     program = ctx.program(backward=False)
     dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own, kv = program.tokens, _pack(k, v, program.arena_rows)
+    own, kv = program.tokens, ctx.pack(k, v) if kv is None else kv
     queries = Queries(program, [q], dtype)
     (q,) = queries.rows
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=wide(q.dtype))
@@ -163,19 +169,21 @@ def _merge_rows(out: Tensor, lse: Tensor, dst: Any, part: Tensor, part_lse: Tens
 
 
 def run_backward(
-    ctx: Context, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    ctx: Context, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    kv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One rank's backward pass.
 
     Args:
         dout, out: [T, H, E]; q: [T, H, D]; k: [T, K, D]; v: [T, K, E]; lse: [T, H], of all keys.
+        kv: what the forward pass has left in `ctx.pack(k, v)`, with ctx.keep_kv.
 
     Returns:
         dq [T, H, D], dk [T, K, D], dv [T, K, E] in float32, or float64 for float64 inputs.
     """
     program = ctx.program(backward=True)
     dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own, kv = program.tokens, _pack(k, v, program.arena_rows)
+    own, kv = program.tokens, ctx.pack(k, v) if kv is None else kv
     exact = wide(q.dtype)
     wire = ctx.grad_comm_dtype or exact
     queries = Queries(program, [q, dout, out, lse], dtype)
@@ -247,17 +255,18 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run_forward(run, q, k, v)
+        kv = run.pack(k, v)
+        out, lse = run_forward(run, q, k, v, kv)
         out = out.to(q.dtype)
         ctx.run = run
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *[kv] * run.keep_kv)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[None, Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = run_backward(ctx.run, dout, q, k, v, out, lse)
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        grads = run_backward(ctx.run, dout, q, k, v, out, lse, *kept)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
         return None, dq, dk, dv

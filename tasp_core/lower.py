@@ -27,6 +27,8 @@ from .program import RECEIVES, SENDS, Message, Program, Step
 from .schedules import DKV, DQ, KV, OUT, Hops, Q
 from .tiles import take
 
+FOREVER = np.iinfo(np.int64).max // 2
+
 
 class _Rows(NamedTuple):
     """Hops by unit (part of a share), parts without tokens dropped."""
@@ -76,8 +78,8 @@ def _expand(plan: Plan, hops: Hops) -> _Rows:
 class _Lowering:
     """Lowers one pass of one rank."""
 
-    def __init__(self, plan: Plan, rank: int, backward: bool) -> None:
-        self.plan, self.rank, self.backward = plan, rank, backward
+    def __init__(self, plan: Plan, rank: int, backward: bool, keep_kv: bool) -> None:
+        self.plan, self.rank, self.backward, self.keep_kv = plan, rank, backward, keep_kv
         self.units, self.tokens = plan.units, plan.num_tokens(rank)
         self.queries = plan.layout.pieces(rank)
         rows = _expand(plan, plan.hops(rank, backward=backward))
@@ -107,6 +109,8 @@ class _Lowering:
         together = np.zeros(self.steps + 1, dtype=np.int64)
         np.maximum.at(together, here.step, death)
         death = together[here.step]  # what arrives together stays together
+        if self.keep_kv:  # ... and until the backward pass has used it
+            death = np.full_like(death, FOREVER)
         first = self.units.pieces.start[self.units.first[here.unit]]
         return place(here.unit, here.step, death, here.count, first, self.tokens)
 
@@ -214,8 +218,8 @@ class _Lowering:
 
     def _step(self, t: int) -> Step:
         rank, here = self.rank, self.rows.during(t)
-        if self.plan.schedule.collective and t == 0:
-            here = here.at(here.kind == DKV)
+        if (self.plan.schedule.collective and t == 0) or (self.keep_kv and self.backward):
+            here = here.at(here.kind != KV)
         recvs, add, merge = self._recvs(here.at(here.dst == rank))
         sends = self._sends(here.at(here.src == rank))
         fresh, born = self.fresh.during(t - 1), self.arrivals.during(t - 1)
@@ -232,12 +236,13 @@ class _Lowering:
             1,
         )
         plan = self.plan
+        collective = None if self.keep_kv and self.backward else plan.schedule.collective
         if plan.schedule.exchange == "all_to_all":  # every rank takes part in every step
             count = plan.schedule.num_steps(backward=self.backward) + 1
         steps = tuple(self._step(t) for t in range(count))
         return Program(
             self.rank, plan.ranks, self.tokens, self.arena_rows, self.acc_rows, self.landing_rows,
-            self.guest_rows, self.answer_rows, steps, plan.schedule.collective, self.gathered_rows,
+            self.guest_rows, self.answer_rows, steps, collective, self.gathered_rows,
         )  # fmt: skip
 
 
@@ -269,8 +274,11 @@ def _messages(
     return tuple(result)
 
 
-def lower(plan: Plan, rank: int, *, backward: bool = False) -> Program:
+def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = False) -> Program:
     """One rank's Program for the forward or the backward pass; with `intra`, its group's.
+
+    With keep_kv all keys that arrive in the forward pass stay for the backward pass, in which none
+    travel: more memory, fewer bytes.
 
     Raises:
         LayoutError: the rank does not exist.
@@ -280,4 +288,4 @@ def lower(plan: Plan, rank: int, *, backward: bool = False) -> Program:
     >>> program.arena_rows, [len(s.compute.calls) for s in program.steps]
     (32, [2, 1, 1, 1])
     """
-    return _Lowering(plan.inner, rank // plan.intra, backward).program()
+    return _Lowering(plan.inner, rank // plan.intra, backward, keep_kv).program()

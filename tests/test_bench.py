@@ -18,7 +18,7 @@ from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
 from tasp_core.lab.measure import Inputs, Judge, run_rank
 from tasp_core.lab.passes import Pass, held
 from tasp_core.lower import lower
-from tasp_core.transport import Exchange, bundles
+from tasp_core.transport import Exchange
 from visualize.curves import PUBLISHED, curves, gains
 
 DOCS = tasp.Documents.of([96])
@@ -35,7 +35,8 @@ def on_ranks(ranks, fn, p, inputs=INPUTS):
 def deaf(self, t, step, buffers):
     """An exchange whose messages bring what is expected of them, but nobody's values."""
     for m in step.recvs:
-        buffers[m.buffer][m.low : m.low + m.count] = 0.5
+        for low, count in m.ranges:
+            buffers[m.buffer][low : low + count] = 0.5
     return lambda: None
 
 
@@ -97,27 +98,29 @@ def kv_step(node="mesh2x2", schedule="wave"):
 
 def test_both_ends_bundle_a_links_messages_alike():
     _, programs = kv_step()
-    rows = {"own": torch.zeros(4, 8), "arena": torch.zeros(4, 8)}
     together = 0
     for t in range(max(len(x.steps) for x in programs)):
         sent, got = {}, {}
         for r, program in enumerate(programs):
-            for m in bundles(program.steps[t].sends, rows):
-                sent[r, m[0].peer, m[0].kind] = [(x.tag, x.count) for x in m]
-            for m in bundles(program.steps[t].recvs, rows):
-                got[m[0].peer, r, m[0].kind] = [(x.tag, x.count) for x in m]
+            for m in program.steps[t].sends:
+                sent[r, m.peer, m.kind] = (m.tag, [n for _, n in m.ranges])
+            for m in program.steps[t].recvs:
+                got[m.peer, r, m.kind] = (m.tag, [n for _, n in m.ranges])
         assert sent == got
-        together += sum(len(x) > 1 for x in sent.values())
+        assert len(sent) == sum(len(program.steps[t].sends) for program in programs)
+        together += sum(len(parts) > 1 for _, parts in sent.values())
     assert together > 0
 
 
-def test_large_messages_travel_alone(monkeypatch):
+def test_large_messages_travel_in_parts(monkeypatch):
     _, programs = kv_step()
-    sends = programs[0].steps[1].sends
-    rows = {"own": torch.zeros(4, 8), "arena": torch.zeros(4, 8)}
-    assert len(list(bundles(sends, rows))) < len(sends)
+    m = next(m for m in programs[0].steps[1].sends if len(m.ranges) > 1)
+    rows = {"kv": torch.zeros(1000, 8)}
+    assert len(list(transport._parcels(m, rows, receive=False))) == 1
     monkeypatch.setattr(transport, "SMALL_BYTES", 1)
-    assert len(list(bundles(sends, rows))) == len(sends)
+    parts = list(transport._parcels(m, rows, receive=False))
+    assert [p.ranges for p in parts] == [[x] for x in m.ranges]
+    assert len({p.tag for p in parts}) == len(parts)
 
 
 def test_bundled_or_not_gives_the_same_bits_and_receives_are_posted_first(monkeypatch):

@@ -1,0 +1,61 @@
+"""keep_kv: keys that arrive in the forward pass are kept, and none travel in the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tasp_core as tasp
+from tasp_core.lab.measure import Inputs
+from tasp_core.schedules import KV
+
+DOCS = tasp.Documents.of([137, 300, 75])
+INPUTS = Inputs.random(DOCS.total, 4, 2, 16)
+PLANS = [
+    tasp.plan(DOCS, 4, schedule=schedule, layout=layout)
+    for schedule in tasp.schedules()
+    for layout in ("contiguous", "zigzag", "balanced")
+    if tasp.supports(DOCS, 4, schedule=schedule, layout=layout)
+]
+
+
+def gradients(rank, group, keep):
+    found = []
+    for p in PLANS:
+        q, k, v, dout = (tasp.shard(x, p, rank) for x in INPUTS.tensors())
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = tasp.attention(q, k, v, p, group, keep_kv=keep)
+        out.backward(dout)
+        found.append([out.detach(), q.grad, k.grad, v.grad])
+    return found
+
+
+def test_the_same_bits_with_half_the_trips():
+    one, other = (tasp.launch(gradients, 4, keep) for keep in (False, True))
+    for a, b in zip(one, other, strict=True):
+        for p, x, y in zip(PLANS, a, b, strict=True):
+            assert all(map(torch.equal, x, y)), str(p)
+
+
+@pytest.mark.parametrize("p", PLANS, ids=lambda p: f"{p.schedule.name}-{p.layout.name}")
+def test_no_keys_travel_in_the_backward_pass(p):
+    grown = False
+    for rank in range(4):
+        kept = [tasp.lower(p, rank, backward=b, keep_kv=True) for b in (False, True)]
+        usual = tasp.lower(p, rank)
+        assert not any(m.kind == KV for s in kept[1].steps for m in (*s.sends, *s.recvs))
+        assert kept[1].collective is None
+        assert kept[0].arena_rows == kept[1].arena_rows >= usual.arena_rows
+        grown |= kept[0].arena_rows > usual.arena_rows
+        forward = [[(m.peer, m.count) for m in s.sends] for s in usual.steps]
+        assert forward == [[(m.peer, m.count) for m in s.sends] for s in kept[0].steps]
+    assert grown or p.schedule.name not in ("ring", "tasp")
+
+
+def test_ranks_that_do_not_agree_are_told():
+    def work(rank, group):
+        q, k, v, _ = (tasp.shard(x, PLANS[0], rank) for x in INPUTS.tensors())
+        with pytest.raises(tasp.PlanError, match="keep_kv: rank 2 has True"):
+            tasp.attention(q, k, v, PLANS[0], group, keep_kv=rank == 2)
+
+    tasp.launch(work, 4, timeout_s=20)
