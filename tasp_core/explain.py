@@ -8,19 +8,17 @@ Every figure is counted from what will run, none is modelled; seconds are `simul
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .check import check
 from .errors import PlanError
+from .formulas import BYTES, RowBytes, ulysses_bytes, wire_bytes
 from .heads import split_heads
 from .lower import lower
 from .plan import Plan
 from .program import Program
-from .schedules import DKV, KV, Q
-
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -80,50 +78,6 @@ def _plus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return a[0] + b[0], a[1] + b[1]
 
 
-class RowBytes(NamedTuple):
-    """Bytes of one token on the wire, or in a buffer, by what travels."""
-
-    kv: int
-    dkv: int
-    q: tuple[int, int]  # forward, backward
-    found: tuple[int, int]
-
-    @classmethod
-    def of(cls, heads: int, kv_heads: int, head_dim: int, item: int) -> RowBytes:
-        """Of q, k and v with equal head dims and elements of `item` bytes."""
-        wide, lse = max(4, item), max(4, item)
-        q, kv = heads * head_dim, 2 * kv_heads * head_dim
-        guest = 3 * q * item + heads * lse  # q, dout, out, and lse
-        return cls(kv * item, kv * wide, (q * item, guest), ((q + heads) * wide, q * wide))
-
-    def of_kind(self, kind: int, backward: bool) -> int:
-        """Bytes of a row of this kind of message."""
-        if kind in (KV, DKV):
-            return self.kv if kind == KV else self.dkv
-        return (self.q if kind == Q else self.found)[backward]
-
-    def buffers(self, program: Program, backward: bool) -> int:
-        """Bytes of the buffers in which other ranks' rows lie."""
-        return (
-            program.arena_rows * self.kv
-            + (program.acc_rows + program.landing_rows) * self.dkv
-            + program.guest_rows * (self.q[backward] + self.found[backward])
-            + program.answer_rows * self.found[backward]
-        )
-
-
-def wire_bytes(program: Program, row: RowBytes, *, sent: bool, backward: bool) -> int:
-    """Bytes a program sends or receives."""
-    total = sum(
-        m.count * row.of_kind(m.kind, backward)
-        for step in program.steps
-        for m in (step.sends if sent else step.recvs)
-    )
-    if program.collective:  # every rank's padded rows go to every other rank
-        total += program.gathered_rows * (program.ranks - 1) * row.kv
-    return total
-
-
 def explain(
     plan: Plan, *, heads: int = 8, kv_heads: int | None = None, head_dim: int = 128,
     dtype: str = "bfloat16",
@@ -154,16 +108,7 @@ def explain(
         members = np.diff(plan.member_tokens(group)).tolist()
         for member, (tokens, own) in enumerate(zip(members, parts, strict=True)):
             row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, BYTES[name])
-            q = (heads // plan.intra) * head_dim * BYTES[name]
-            kv_sizes = {h: 2 * (h.kv_high - h.kv_low) * head_dim * BYTES[name] for h in parts}
-            others = (
-                sum(members) - tokens
-            )  # q, k, v go out and out comes home; then dout and dq, dk, dv
-            away = sum(tokens * (q + size) for h, size in kv_sizes.items() if h != own)
-            inside = (
-                away + others * q,
-                tokens * q * (plan.intra - 1) + others * (q + kv_sizes[own]),
-            )
+            inside = ulysses_bytes(tokens, sum(members) - tokens, own, parts, head_dim, BYTES[name])
             held = [row.buffers(p, bool(b)) for b, p in enumerate(passes)]
             forward = passes[0]
             copies = (s.compute.gather for s in forward.steps if s.compute)

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -263,5 +263,19 @@ def plan(
         where = resolve_machine(machine, ranks)
         return select(docs, where, **TYPICAL, schedule=schedule, layout=layout, intra=intra).plan
     found = between_groups(resolve_machine(machine, ranks), intra)
-    placed = Layout(layout, docs, found.ranks)
-    return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
+    try:
+        options = tuple(sorted((schedule_options or {}).items()))
+        return _planned(docs, schedule, layout, found, intra, options)
+    except TypeError:  # an option that cannot be remembered is not one that works: say so
+        placed = Layout(layout, docs, found.ranks)
+        return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
+
+
+@lru_cache(maxsize=32)
+def _planned(
+    docs: Documents, schedule: str, layout: str, machine: Machine, intra: int,
+    options: tuple[tuple[str, Any], ...],
+) -> Plan:  # fmt: skip
+    """A plan of the machine between groups; the same object, with what it has compiled, if asked again."""
+    placed = Layout(layout, docs, machine.ranks)
+    return Plan(docs, placed, build(schedule, machine, dict(options), placed), machine, intra)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import PlanError, whole
-from .explain import BYTES, RowBytes
+from .formulas import BYTES, RowBytes
 from .hardware import Machine
 from .heads import Heads, split_heads
 from .plan import Plan

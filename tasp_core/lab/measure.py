@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..documents import Documents
-from ..explain import RowBytes, wire_bytes
+from ..formulas import RowBytes, wire_bytes
 from ..kernels import Math, oracle, resolve
 from ..launch import launch
 from ..lower import lower
