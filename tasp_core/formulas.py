@@ -5,12 +5,13 @@
 
     schedule                               all ranks, forward    backward            buffers of a rank
     ring, double_ring, tasp, tasp_paths,
-    tasp_rails, wave, paced                (n-1) T kv            (n-1) T (kv + dkv)  promise x t kv
+    tasp_rails, wave, paced                (n-1) T kv            (n-1) T (kv + dkv)  promise x t kv [1]
     all_gather                             n (n-1) t kv          n (n-1) t kv + (n-1) T dkv    n t kv
     token_ring, full mask                  (n-1) T (q + found)   the same            guests x t (q + found)
     mesh, full mask, r rows x c columns    T ((r-1) kv + (c-1) (q + found)) ... and (r-1) T dkv
     sap                                    counted: it depends on the documents
 
+[1] and rows by which shares of uneven ranks differ; double_ring and paced up to a fifth more.
 Ulysses inside adds `ulysses_bytes`. tests/test_formulas.py holds all of it against lowered programs.
 """
 
@@ -106,9 +107,10 @@ def formula(plan: Plan, row: RowBytes) -> Formula | None:
         return None
     trip = (n - 1) * total
     rounding = 2 * schedule.num_shares * plan.units.parts  # blocks that shares do not divide
+    loose = 1.2 if schedule.name in ("double_ring", "paced") else 1.0  # slots of unlike sizes
     return Formula(
         (trip * row.kv, trip * (row.kv + row.dkv)),
-        (schedule.promise.buffer * most + rounding) * row.kv,
+        (loose * schedule.promise.buffer * most + rounding) * row.kv,
     )
 
 

@@ -106,13 +106,16 @@ class _Lowering:
         death = last_use(here.unit, here.step + 1, sends.unit, sends.step)
         met = self.guests.at(np.isin(self.guests.k_unit, here.unit))
         death = last_use(here.unit, death, met.k_unit, met.step)
-        together = np.zeros(self.steps + 1, dtype=np.int64)
-        np.maximum.at(together, here.step, death)
-        death = together[here.step]  # what arrives together stays together
-        if self.keep_kv:  # ... and until the backward pass has used it
+        if self.keep_kv:  # until the backward pass has used it
             death = np.full_like(death, FOREVER)
+        latest = np.zeros(self.steps + 1, dtype=np.int64)
+        np.maximum.at(latest, here.step, death)
+        together = latest[here.step]
         first = self.units.pieces.start[self.units.first[here.unit]]
-        return place(here.unit, here.step, death, here.count, first, self.tokens)
+        # what arrives together lies together, unless some of it would stay too long
+        ways = [together] if (together == death).all() else [together, death]
+        places = [place(here.unit, here.step, d, here.count, first, self.tokens) for d in ways]
+        return min(places, key=lambda found: found[1])
 
     def _guests(self) -> tuple[Place, int]:
         """Rows of guest queries, and of what they find, after the own ones."""
