@@ -85,9 +85,10 @@ CONF
     printf 'PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n'
 }
 
-# Whether the process of this pid file is alive and ours: a stale file may name anybody's.
+# Whether the process of this pid file, left in $pid, is alive and ours: a stale file may name
+# anybody's, and a daemon that ends removes its file at any moment.
 running() {
-    [[ -s $1 ]] && grep -qsxzF "SLURM_CONF=$conf" "/proc/$(<"$1")/environ"
+    { read -r pid <"$1"; } 2>/dev/null && grep -qsxzF "SLURM_CONF=$conf" "/proc/$pid/environ"
 }
 
 within() { # SECONDS COMMAND...: repeats the command until it succeeds
@@ -147,8 +148,8 @@ down() {
     fi
     for pid_file in "$dir"/slurmctld.pid "$dir"/slurmd-*.pid "$dir"/munged.pid; do
         running "$pid_file" || continue
-        kill "$(<"$pid_file")"
-        within 20 ended "$pid_file" || kill -KILL "$(<"$pid_file")"
+        kill "$pid" || true
+        within 20 ended "$pid_file" || kill -KILL "$pid" || true
     done
     rm -rf "$dir"
 }
