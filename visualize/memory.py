@@ -9,11 +9,13 @@ step in which it arrives (paler) to the last in which it is computed on or sent 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from tasp_core import Plan, Program, lower
-from tasp_core.program import Message
-from tasp_core.schedules import DKV, KINDS, KV
+from tasp_core.schedules import DKV, DQ, KINDS, KV, OUT, Q
 
 from .colours import colour, ink, mix
 from .figure import Figure, few_enough
@@ -33,6 +35,11 @@ from .marks import (
 )
 from .rings import place
 
+SHORT = {
+    "keys and values of other ranks": "KV",
+    "queries of other ranks": "Q",
+    "gradients on their way home": "dKV",
+}
 LEFT, TOP, HIGH, WIDE, TIPS = 76.0, 44.0, 360.0, 1060.0, 1000
 
 
@@ -53,41 +60,80 @@ class Span(NamedTuple):
         return f"{KINDS[self.kind]}{self.owner}" + (f".{self.share}" if self.share >= 0 else "")
 
 
-def arena_spans(program: Program, plan: Plan) -> list[Span]:
-    """What the buffer for keys and values holds."""
+def placed(
+    plan: Plan, program: Program, kind: int, *, sent: bool = False, backward: bool = False
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(step, owner, share, row, count) of what a rank receives or sends; rows count from its own on.
+
+    A message lists rows; whose they are is said by the hops, in the order both ends agree on.
+    """
+    table, rank = plan.hops(program.rank, backward=backward), program.rank
+    table = table.where((table.kind == kind) & ((table.src if sent else table.dst) == rank))
+    for t, step in enumerate(program.steps):
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for m in step.sends if sent else step.recvs:
+            if m.kind == kind:
+                ranges.setdefault(m.peer, []).extend(m.ranges)
+        here = table.where(table.step == t)
+        peers = (here.dst if sent else here.src).tolist()
+        counts = [plan.units.count[plan.unit_of(here, p)].tolist() for p in range(plan.units.parts)]
+        owners = zip(peers, here.owner.tolist(), here.share.tolist(), *counts, strict=True)
+        for peer, owner, share, *parts in owners if ranges else ():
+            for count in filter(None, parts):
+                low, left = ranges[peer].pop(0)
+                if left > count:
+                    ranges[peer].insert(0, (low + count, left - count))
+                yield t, owner, share, low - program.tokens, count
+
+
+def arena_spans(plan: Plan, program: Program, *, backward: bool = False) -> list[Span]:
+    """Keys and values of other ranks, from arrival to the last step that uses or sends them."""
+    rank, table, meets = program.rank, plan.hops(program.rank), plan.schedule.meets
     if program.collective:  # everything arrives at once and stays
         counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
-        owners = (r for r in range(program.ranks) if r != program.rank)
-        return [Span(0, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
-    spans: list[Span] = []
-    for t, step in enumerate(program.steps):
-        for m in step.sends:
-            for low, count in _travelling(m, program) if m.kind == KV else ():
-                for i, s in enumerate(spans):  # sent on: what lies there now is needed until then
-                    if s.low < low + count and low < s.low + s.count and t <= s.last + 1:
-                        spans[i] = s._replace(last=max(t, s.last))
-        for m in step.recvs:
-            for low, count in _travelling(m, program) if m.kind == KV else ():
-                spans.append(Span(m.kind, m.owner, m.share, low, count, t, t + 1))
-    return spans
-
-
-def _travelling(m: Message, program: Program) -> list[tuple[int, int]]:
-    """Rows of a message behind the rank's own, counted from there."""
-    own = program.tokens
-    return [(low - own, count) for low, count in m.ranges if low >= own]
-
-
-def acc_spans(program: Program, arena: list[Span]) -> list[Span]:
-    """What the buffer for gradients holds: from the step that computes on a share to its way on."""
-    begins = {(s.owner, s.share): s.first + 1 for s in arena}
+        owners = (r for r in range(program.ranks) if r != rank)
+        return [Span(KV, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
+    last_use: dict[tuple[int, ...], int] = {}
+    sends = table.where((table.src == rank) & (table.kind == KV))
+    for some in (sends, meets.where(meets.rank == rank)):
+        for *key, t in np.stack([some.owner, some.share, some.step], axis=1).tolist():
+            last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
     return [
-        Span(m.kind, m.owner, m.share, low, count, begins[m.owner, m.share], t)
-        for t, step in enumerate(program.steps)
-        for m in step.sends
-        if m.kind == DKV
-        for low, count in _travelling(m, program)
+        Span(KV, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
+        for t, owner, share, low, count in placed(plan, program, KV, backward=backward)
     ]
+
+
+def leaving_spans(
+    plan: Plan, program: Program, begins: dict[tuple[int, int], int], kind: int, *, backward: bool
+) -> list[Span]:
+    """What is sent away in the end: from where it begins to its sending."""
+    return [
+        Span(kind, owner, share, low, count, begins[owner, share], t)
+        for t, owner, share, low, count in placed(plan, program, kind, sent=True, backward=backward)
+        if owner != program.rank
+    ]
+
+
+def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, list[Span], int]]:
+    """(name, what lies in it, rows) of each buffer for what is not the rank's own."""
+    names = tuple(SHORT)
+    arena = arena_spans(plan, program, backward=backward)
+    found = [(names[0], arena, program.arena_rows)]
+    if program.guest_rows:
+        guests = list(placed(plan, program, Q, backward=backward))
+        row = {(owner, share): (t, low) for t, owner, share, low, _ in reversed(guests)}
+        begins = {key: t for key, (t, _) in row.items()}
+        kind = DQ if backward else OUT
+        spans = leaving_spans(plan, program, begins, kind, backward=backward)
+        # answers count their rows from the first guest, as spans do
+        spans = [s._replace(kind=Q, low=s.low + program.tokens) for s in spans]
+        found.append((names[1], spans, program.guest_rows))
+    if backward:
+        begins = {(s.owner, s.share): s.first + 1 for s in arena}
+        spans = leaving_spans(plan, program, begins, DKV, backward=True)
+        found.append((names[2], spans, program.acc_rows))
+    return found
 
 
 def joined(spans: list[Span]) -> list[Span]:
@@ -170,18 +216,14 @@ def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = ""
     few_enough(plan.ranks)
     program = lower(plan, rank, backward=backward)
     tokens, steps = program.tokens, len(program.steps)
-    arena = arena_spans(program, plan.inner)
-    rows = [("keys and values of other ranks", arena, program.arena_rows)]
-    if backward:
-        rows.append(("gradients on their way home", acc_spans(program, arena), program.acc_rows))
-    needs = [number(count / max(1, tokens)) for _, _, count in rows]
-    title = f"{place(plan, label)}: rank {rank} needs room for {needs[0]} KV of other ranks"
-    title += f" and {needs[1]} of gradients" if backward else ""
+    rows = buffers(plan.inner, program, backward=backward)
+    needs = ", ".join(f"{number(n / max(1, tokens))} {SHORT[what]}" for what, _, n in rows)
+    title = f"{place(plan, label)}: rank {rank} needs room for {needs} of other ranks"
     note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "
     note += "colour, paler in its first step, in which it arrives or is computed. "
     note += "Rows are used again as soon as nothing needs them."
     panels = [_panel(h, s, n, tokens, steps) for h, s, n in rows]
-    owners = sorted({s.owner for s in arena})
+    owners = sorted({s.owner for _, spans, _ in rows for s in spans})
     if len(owners) <= 32:
         panels.insert(0, legend((colour(r), f"of rank {r}") for r in owners))
     drawn = stack(panels, gap=20)
