@@ -63,7 +63,7 @@ def _had(plan: Plan, kind: int) -> np.ndarray:
 def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
     """Rows of cells that fill with the owners' colours; what is new has a dark frame.
 
-    A ring in the owner's colour: queries that have come as guests.
+    A hollow square in the owner's colour: queries that have come as guests.
     """
     n = len(had)
     size = min(44.0, CELLS / n)
@@ -155,7 +155,7 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
         f"{where}: {count} hops in {steps} step{'s' * (steps != 1)} bring every KV to its readers"
     )
     if guests.any():
-        note += " A ring: its queries have come."
+        note += " A hollow square: its queries have come."
         title = title.replace("bring every KV to its readers", "bring queries and keys together")
     said = " ".join(table.where(table.step == step).words()[:64])
     desc = f"{where}, step {step} of {steps}: {said}."

@@ -189,7 +189,7 @@ def _panel(head: str, spans: list[Span], rows: int, tokens: int, steps: int) -> 
     for k in range(0, int(whole + 1e-9) + 1, every(HIGH / max(whole, 1e-9), 20)):
         y = TOP + size * k * tokens
         marks.append(line(complex(LEFT - 4, y), complex(LEFT + wide, y), stroke="#999999", layer=1))
-        marks.append(small(complex(LEFT - 8, y), f"{k} KV", "end"))
+        marks.append(small(complex(LEFT - 8, y), f"{k} {SHORT[head]}", "end"))
     for t in range(0, steps, every(pitch, 24)):
         marks.append(gridline(complex(LEFT + pitch * t, TOP), complex(LEFT + pitch * t, foot)))
         marks.append(small(complex(LEFT + pitch * (t + 0.5), foot + 13), str(t)))

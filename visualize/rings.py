@@ -49,7 +49,9 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
     steps = f"step {first}" if first == last else f"each of steps {first} to {last}"
     low, high = int(arcs[:, 2].min()), int(arcs[:, 2].max())
     load = f"{low}" if low == high else f"{low} to {high}"
-    each = f"each {load} of {num_shares} shares" if num_shares > 1 else "each all of one rank's"
+    each = (
+        f"each {load} of {num_shares} shares" if num_shares > 1 else "each one rank's whole share"
+    )
     return steps, f"{len(arcs)} arrows, {each}"
 
 
