@@ -63,8 +63,9 @@ def tiles(fig: Figure, cell: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("schedule", ["ring", "helper", "token_ring", "mesh"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document", "balanced"])
-def test_tiles_of_a_short_row_are_its_pairs(layout, schedule):
-    p = make(schedule, 4, layout=layout)
+@pytest.mark.parametrize("window", [None, 6])
+def test_tiles_of_a_short_row_are_its_pairs(layout, schedule, window):
+    p = make(schedule, 4, layout=layout, docs=Documents.of(ROW, window=window))
     work, cell = check(p).work, 600 / 64
     by_rank = tiles(mask(p), cell)
     assert by_rank == pytest.approx(
@@ -120,8 +121,9 @@ def test_a_hop_that_is_missing_leaves_pairs_black():
     "case", [*MOVED, ("ring", 5), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 4)]
 )
 @pytest.mark.parametrize("backward", [False, True])
-def test_spans_fill_the_buffers_and_never_overlap(case, backward):
-    p = make(*case, docs=[700, 3, 80])
+@pytest.mark.parametrize("window", [None, 50])
+def test_spans_fill_the_buffers_and_never_overlap(case, backward, window):
+    p = make(*case, docs=Documents.of([700, 3, 80], window=window))
     for rank in range(p.ranks):
         program = lower(p, rank, backward=backward)
         for _, spans, size in buffers(p, program, backward=backward):

@@ -86,53 +86,43 @@ def placed(
                 yield t, owner, share, low - program.tokens, count
 
 
-def arena_spans(plan: Plan, program: Program, *, backward: bool = False) -> list[Span]:
-    """Keys and values of other ranks, from arrival to the last step that uses or sends them."""
-    rank, table, meets = program.rank, plan.hops(program.rank), plan.schedule.meets
-    if program.collective:  # everything arrives at once and stays
+def held(plan: Plan, program: Program, kind: int, *, backward: bool) -> list[Span]:
+    """Keys (kind KV) or queries (Q) of other ranks, from arrival to the last step that needs them."""
+    rank, meets = program.rank, plan.schedule.meets
+    if kind == KV and program.collective:  # everything arrives at once and stays
         counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
         owners = (r for r in range(program.ranks) if r != rank)
         return [Span(KV, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
+    table, met = plan.hops(rank, backward=backward), meets.where(meets.rank == rank)
+    leaves = (KV,) if kind == KV else (Q, OUT, DQ)
+    sends = table.where((table.src == rank) & np.isin(table.kind, leaves))
+    keys = (met.owner, met.share) if kind == KV else (met.q_owner, met.q_share)
+    uses = ((sends.owner, sends.share, sends.step), (*keys, met.step))
     last_use: dict[tuple[int, ...], int] = {}
-    sends = table.where((table.src == rank) & (table.kind == KV))
-    for some in (sends, meets.where(meets.rank == rank)):
-        for *key, t in np.stack([some.owner, some.share, some.step], axis=1).tolist():
-            last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
+    for *key, t in np.concatenate([np.stack(use, axis=1) for use in uses]).tolist():
+        last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
     return [
-        Span(KV, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
-        for t, owner, share, low, count in placed(plan, program, KV, backward=backward)
-    ]
-
-
-def leaving_spans(
-    plan: Plan, program: Program, begins: dict[tuple[int, int], int], kind: int, *, backward: bool
-) -> list[Span]:
-    """What is sent away in the end: from where it begins to its sending."""
-    return [
-        Span(kind, owner, share, low, count, begins[owner, share], t)
-        for t, owner, share, low, count in placed(plan, program, kind, sent=True, backward=backward)
-        if owner != program.rank
+        Span(kind, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
+        for t, owner, share, low, count in placed(plan, program, kind, backward=backward)
     ]
 
 
 def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, list[Span], int]]:
     """(name, what lies in it, rows) of each buffer for what is not the rank's own."""
     names = tuple(SHORT)
-    arena = arena_spans(plan, program, backward=backward)
+    arena = held(plan, program, KV, backward=backward)
     found = [(names[0], arena, program.arena_rows)]
     if program.guest_rows:
-        guests = list(placed(plan, program, Q, backward=backward))
-        row = {(owner, share): (t, low) for t, owner, share, low, _ in reversed(guests)}
-        begins = {key: t for key, (t, _) in row.items()}
-        kind = DQ if backward else OUT
-        spans = leaving_spans(plan, program, begins, kind, backward=backward)
-        # answers count their rows from the first guest, as spans do
-        spans = [s._replace(kind=Q, low=s.low + program.tokens) for s in spans]
-        found.append((names[1], spans, program.guest_rows))
-    if backward:
+        guests = held(plan, program, Q, backward=backward)
+        found.append((names[1], guests, program.guest_rows))
+    if backward:  # a share's gradient: from the step that computes on it to its sending
         begins = {(s.owner, s.share): s.first + 1 for s in arena}
-        spans = leaving_spans(plan, program, begins, DKV, backward=True)
-        found.append((names[2], spans, program.acc_rows))
+        grads = [
+            Span(DKV, owner, share, low, count, begins[owner, share], t)
+            for t, owner, share, low, count in placed(plan, program, DKV, sent=True, backward=True)
+            if owner != program.rank
+        ]
+        found.append((names[2], grads, program.acc_rows))
     return found
 
 
