@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,13 +13,18 @@ from test_figures import ROW, make, times
 from test_visualize import SVG, named, texts, tip
 
 from tasp_core import Documents, check, lower, machine
+from tasp_core.schedules import KV, Q
 from visualize import Figure, View, compare, hops, mask, results, timeline, topology
 from visualize.colours import SOFT, colour
-from visualize.memory import acc_spans, arena_spans
+from visualize.memory import buffers
 from visualize.raster import pairs_by_rank, pairs_by_step
 
+MOVED = [("helper", 6), ("token_ring", 4), ("mesh", 6)]  # schedules that move queries
 
-@pytest.mark.parametrize("case", [("ring", 5), ("tasp", 5), ("wave", 8, "mesh4x2"), ("sap", 4)])
+
+@pytest.mark.parametrize(
+    "case", [*MOVED, ("ring", 5), ("tasp", 5), ("wave", 8, "mesh4x2"), ("sap", 4)]
+)
 def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
     p = make(*case)
     table, n = p.hops(), p.ranks
@@ -33,13 +39,17 @@ def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
             assert mark[1].get("stroke") == (colour(*owners) if len(owners) == 1 else SOFT)
         got = table.where(table.step <= step)
         has = np.zeros((n, n))
-        np.add.at(has, (got.dst, got.owner), p.tokens_moved(got))
+        keys, guests = (got.where(got.kind == kind) for kind in (KV, Q))
+        np.add.at(has, (keys.dst, keys.owner), p.tokens_moved(keys))
         has = has / np.maximum(1, p.layout.counts) + np.eye(n)
         held = {tip(c): c.get("fill") for c in named(root, "held")}
         assert held == {
             f"rank {a} has {has[a, b]:.0%} of rank {b}'s KV": colour(b)
             for a, b in np.argwhere(has > 0).tolist()
         }
+        links = {(a, b) for a, b in zip(guests.dst.tolist(), guests.owner.tolist(), strict=True)}
+        rings = {tuple(map(int, re.findall(r"rank (\d+)", tip(g)))) for g in named(root, "guest")}
+        assert rings == links
 
 
 def tiles(fig: Figure, cell: float) -> dict[str, float]:
@@ -51,9 +61,11 @@ def tiles(fig: Figure, cell: float) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize("schedule", ["ring", "helper", "token_ring", "mesh"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document", "balanced"])
-def test_tiles_of_a_short_row_are_its_pairs(layout):
-    p = make("ring", 4, layout=layout)
+@pytest.mark.parametrize("window", [None, 6])
+def test_tiles_of_a_short_row_are_its_pairs(layout, schedule, window):
+    p = make(schedule, 4, layout=layout, docs=Documents.of(ROW, window=window))
     work, cell = check(p).work, 600 / 64
     by_rank = tiles(mask(p), cell)
     assert by_rank == pytest.approx(
@@ -82,7 +94,9 @@ def test_stripes_of_a_long_row_are_no_one_s_cells(ranks):
     }
 
 
-@pytest.mark.parametrize("case", [("ring", 3), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 5)])
+@pytest.mark.parametrize(
+    "case", [*MOVED, ("ring", 3), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 5)]
+)
 def test_pairs_are_those_of_check(case):
     p = make(*case, docs=[0, 811, 3, 1, 190])
     work = check(p).work
@@ -103,23 +117,23 @@ def test_a_hop_that_is_missing_leaves_pairs_black():
     assert tiles(fig, 600 / 64)["never"] == pytest.approx(never, rel=0.01)
 
 
-@pytest.mark.parametrize("case", [("ring", 5), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 4)])
+@pytest.mark.parametrize(
+    "case", [*MOVED, ("ring", 5), ("tasp", 8), ("wave", 8, "mesh4x2"), ("sap", 4)]
+)
 @pytest.mark.parametrize("backward", [False, True])
-def test_spans_fill_the_buffers_and_never_overlap(case, backward):
-    p = make(*case, docs=[700, 3, 80])
+@pytest.mark.parametrize("window", [None, 50])
+def test_spans_fill_the_buffers_and_never_overlap(case, backward, window):
+    p = make(*case, docs=Documents.of([700, 3, 80], window=window))
     for rank in range(p.ranks):
         program = lower(p, rank, backward=backward)
-        arena = arena_spans(program, p)
-        rows = [(arena, program.arena_rows)]
-        rows += [(acc_spans(program, arena), program.acc_rows)] if backward else []
-        for spans, size in rows:
+        for _, spans, size in buffers(p, program, backward=backward):
             used = np.zeros((size, len(program.steps) + 1), dtype=int)
             for s in spans:
                 used[s.low : s.low + s.count, s.first : s.last + 1] += 1
             assert used.max(initial=1) == 1
             assert used.any(axis=1).all()
-        messages = [m for step in program.steps for m in step.recvs if m.buffer == "arena"]
-        assert len(arena) == len(messages)
+        got = sum(m.count for step in program.steps for m in step.recvs if m.kind == KV)
+        assert sum(s.count for s in buffers(p, program, backward=backward)[0][1]) == got
 
 
 def test_timeline_bars_are_the_spans_on_one_scale():

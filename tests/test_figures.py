@@ -60,10 +60,12 @@ def gallery() -> dict[str, Figure]:
         "rings": rings(eight), "links": links([eight, make("ring", 8)]), "balance": balance(eight),
         "hops": hops(eight, step=3), "hops wave": hops(make("wave", 8, "mesh4x2"), step=1),
         "hops sap": hops(packed), "hops 1": hops(make("ring", 1)), "hops 64": hops(make("ring", 64)),
+        "rings mesh": rings(make("mesh", 6)), "hops mesh": hops(make("mesh", 6)),
+        "links mesh": links(make("mesh", 6)), "memory mesh": memory(make("mesh", 6), backward=True),
         "mask docs": mask(Documents.of([300, 5000, 89], causal=False)),
         "mask window": mask(Documents.of([300, 5000, 89], window=700)),
         "mask": mask(packed), "mask exact": mask(eight), "mask 30": mask(make("tasp", 30)),
-        "mask 1": mask(make("ring", 1)),
+        "mask 1": mask(make("ring", 1)), "mask helper": mask(make("helper", 5), rank=1),
         "mask striped": mask(make("ring", 4, layout="striped", docs=[900]), rank=1),
         "mask step": mask(packed, rank=3, step=1), "memory": memory(eight, backward=True),
         "memory wave": memory(make("wave", 8, "mesh4x2"), rank=3), "memory 1": memory(make("ring", 1)),
@@ -128,10 +130,8 @@ def test_plotly_accepts_every_figure():
 
 
 def test_plotly_has_grids_below_and_frames_above():
-    traces = links(make("wave", 8, "mesh4x2")).plotly["data"]
-    looks = [
-        (t.get("fillcolor"), t["line"]["color"]) for t in traces if "color" in t.get("line", {})
-    ]
+    data = links(make("wave", 8, "mesh4x2")).plotly["data"]
+    looks = [(t.get("fillcolor"), t["line"]["color"]) for t in data if "color" in t.get("line", {})]
     assert looks[0] == (None, "#BBBBBB")
     assert looks[-2:] == [(None, "#D55E00"), (None, "#1A1A1A")]
 

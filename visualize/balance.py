@@ -3,12 +3,11 @@
     balance([("contiguous", plan_a), ("zigzag", plan_b)]) -> Figure
 
 Heights are (query, key) pairs over the mean of all ranks, so that plans of any length compare.
-Counts come from `check(plan)`, which also proves the plan.
 """
 
 from __future__ import annotations
 
-from tasp_core import Report, check
+import numpy as np
 
 from .colours import ACCENT, colour, ramp
 from .figure import Figure, Plans, few_enough, named
@@ -27,36 +26,46 @@ from .marks import (
     stack,
     text,
 )
+from .traffic import work
 
 PANEL, LEFT, TOP, HIGH = 570.0, 52.0, 66.0, 190.0
 DASH = "6 4"
 
 
-def verdict(report: Report) -> str:
+def over_mean(work: np.ndarray) -> float:
+    """The most of the ranks' work over its mean.
+
+    >>> over_mean(np.array([1, 3]))
+    1.5
+    """
+    return float(work.max() / work.mean()) if work.any() else 1.0
+
+
+def verdict(pairs: np.ndarray) -> str:
     """The balance in words.
 
     >>> from tasp_core import plan
-    >>> verdict(check(plan([64], 4, schedule="ring", layout="contiguous")))
+    >>> verdict(work(plan([64], 4, schedule="ring", layout="contiguous")))
     'busiest rank / mean = 1.74'
     """
-    return f"busiest rank / mean = {report.balance:.2f}"
+    return f"busiest rank / mean = {over_mean(pairs.sum(axis=1)):.2f}"
 
 
-def _bars(report: Report, top: float) -> Marks:
+def _bars(pairs: np.ndarray, top: float) -> Marks:
     """A stack for each rank, the first step at the foot; the mean as a dashed line; totals."""
-    n, steps = report.work.shape
-    mean = max(1.0, report.work.sum() / n)
+    n, steps = pairs.shape
+    mean = max(1.0, pairs.sum() / n)
     pitch = min(64.0, (PANEL - LEFT - 10) / n)
     foot, marks, totals = TOP + HIGH, [], []
     edge = "none" if steps > 20 else "#7A7A7A"
-    for rank, row in enumerate((report.work / mean).tolist()):
+    for rank, row in enumerate((pairs / mean).tolist()):
         below, x = 0.0, LEFT + pitch * (rank + 0.12)
         for step, part in enumerate(row):
             high = part / top * HIGH
             if part:
                 at = complex(x, foot - below - high)
                 box, fill = complex(0.76 * pitch, high), ramp(step / max(1, steps - 1))
-                tip = f"rank {rank}, step {step}: {report.work[rank, step]} pairs"
+                tip = f"rank {rank}, step {step}: {pairs[rank, step]} pairs"
                 marks.append(rect(at, box, fill=fill, stroke=edge, width=0.5, name="work", tip=tip))
             below += high
         if n <= 10:
@@ -74,19 +83,19 @@ def _bars(report: Report, top: float) -> Marks:
     return [*marks, mark, *totals]
 
 
-def _panel(label: str, report: Report, top: float) -> Drawing:
+def _panel(label: str, pairs: np.ndarray, top: float) -> Drawing:
     """One plan: label, verdict, bars."""
     foot = TOP + HIGH
     name = fit(label, PANEL, size=16, bold=True)
     marks = [text(8j, name, size=16, anchor="start", bold=True)]
-    marks.append(text(30j, verdict(report), anchor="start"))
-    worst = f"worst single step: {report.step_balance:.2f}"
+    marks.append(text(30j, verdict(pairs), anchor="start"))
+    worst = f"worst single step: {max(map(over_mean, pairs.T)):.2f}"
     marks.append(small(complex(PANEL - 10, 30), worst, "end"))
     for value in range(int(top) + 1):
         y = foot - value / top * HIGH
         marks.append(gridline(complex(LEFT, y), complex(PANEL - 10, y)))
         marks.append(small(complex(LEFT - 6, y), str(value), "end"))
-    return Drawing(PANEL, foot + 50, marks + _bars(report, top))
+    return Drawing(PANEL, foot + 50, marks + _bars(pairs, top))
 
 
 def _legend() -> Drawing:
@@ -106,21 +115,21 @@ def balance(plans: Plans) -> Figure:
         PlanError: a plan that is wrong.
         ValueError: no plan, or more ranks than can be drawn.
     """
-    pairs = named(plans)
-    for _, plan in pairs:
+    some = named(plans)
+    for _, plan in some:
         few_enough(plan.ranks)
-    reports = [(label, check(plan)) for label, plan in pairs]
-    top = 1.15 * max(report.balance for _, report in reports)
-    facts = "; ".join(f"{label}: {verdict(report)}" for label, report in reports)
-    ordered = sorted(reports, key=lambda pair: -pair[1].balance)
+    counted = [(label, work(plan)) for label, plan in some]
+    ratios = [(label, over_mean(pairs.sum(axis=1))) for label, pairs in counted]
+    top = 1.15 * max(ratio for _, ratio in ratios)
+    ordered = sorted(ratios, key=lambda pair: -pair[1])
     ends = ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
-    said = (f"{r.balance:.2f} with {label}" for label, r in ends)
+    said = (f"{ratio:.2f} with {label}" for label, ratio in ends)
     title = "Work of the busiest rank over the mean: " + "; ".join(said)
     notes = (
         "A bar: the (query, key) pairs one rank computes, over the mean of all ranks; "
         "a shade: one step. The busiest rank sets the time.",
     )
-    columns = min(2, len(reports))
-    drawn = grid([_panel(label, report, top) for label, report in reports], columns, gap=20)
+    drawn = grid([_panel(*pair, top) for pair in counted], min(2, len(counted)), gap=20)
+    facts = "; ".join(f"{label}: {verdict(pairs)}" for label, pairs in counted)
     desc = f"Stacked bars of work per rank and step. {facts}."
     return Figure(title, notes, desc, stack([_legend(), drawn], gap=16))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from tasp_core import Plan
-from tasp_core.schedules import Hops
+from tasp_core.schedules import KV, Hops, Q
 
 from .colours import INK, PALE, SOFT, colour
 from .figure import Figure, few_enough
@@ -49,20 +49,22 @@ def _arrows(plan: Plan, here: Hops) -> Marks:
     return marks + discs(s) + labels
 
 
-def _had(plan: Plan) -> np.ndarray:
-    """Part of each owner's KV that a rank has before step t, float [steps + 1, rank, owner]."""
+def _had(plan: Plan, kind: int) -> np.ndarray:
+    """Part of each owner's KV (or queries) a rank has before step t, float [steps + 1, rank, owner]."""
     n, hops = plan.inner.ranks, plan.hops()
-    steps = plan.schedule.num_steps()
-    own = np.arange(n)
+    hops = hops.where(hops.kind == kind)
+    had = np.zeros((plan.schedule.num_steps() + 1, n, n))
     moved = plan.tokens_moved(hops) / np.maximum(1, plan.layout.counts)[hops.owner]
-    had = np.zeros((steps + 1, n, n))
     np.add.at(had, (hops.step + 1, hops.dst, hops.owner), moved)
-    had[0, own, own] = 1
+    had[0, np.arange(n), np.arange(n)] = kind == KV
     return had.cumsum(axis=0)
 
 
-def _matrix(had: np.ndarray, before: np.ndarray) -> Marks:
-    """Rows of cells that fill with the owners' colours; what is new has a dark frame."""
+def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
+    """Rows of cells that fill with the owners' colours; what is new has a dark frame.
+
+    A hollow square in the owner's colour: queries that have come as guests.
+    """
     n = len(had)
     size = min(44.0, CELLS / n)
     at = complex(LEFT, TOP)
@@ -80,6 +82,11 @@ def _matrix(had: np.ndarray, before: np.ndarray) -> Marks:
                 edge = "#FFFFFF" if n <= 32 else "none"
                 marks.append(rect(box, complex(size, up), fill=colour(owner), stroke=edge,
                                   name="held", tip=tip))  # fmt: skip
+            if guests[rank, owner]:
+                tip = f"rank {rank} has had {guests[rank, owner]:.0%} of rank {owner}'s queries"
+                inset = complex(0.25, 0.25) * size
+                fresh.append(rect(corner + inset, 2 * inset, stroke=colour(owner), width=3,
+                                  name="guest", tip=tip if n <= 16 else ""))  # fmt: skip
             if new and n <= 24:
                 inner = corner + complex(1.5, 1.5)
                 fresh.append(rect(inner, complex(size - 3, size - 3), stroke=INK, width=1.5))
@@ -94,7 +101,7 @@ def _matrix(had: np.ndarray, before: np.ndarray) -> Marks:
     return marks
 
 
-def _draw(plan: Plan, step: int, had: np.ndarray) -> Drawing:
+def _draw(plan: Plan, step: int, had: np.ndarray, guests: np.ndarray) -> Drawing:
     """One step."""
     table = plan.hops()
     here = table.where(table.step == step)
@@ -103,7 +110,7 @@ def _draw(plan: Plan, step: int, had: np.ndarray) -> Drawing:
     seen = f"after it a rank has {_range(have)} of {len(have)} ranks' KV"
     marks = [text(complex(LEFT, 8), caption, size=16, anchor="start", bold=True)]
     marks.append(small(complex(LEFT, 32), seen + "; new: framed", "start"))
-    marks += _arrows(plan, here) + _matrix(had[step + 1], had[step])
+    marks += _arrows(plan, here) + _matrix(had[step + 1], had[step], guests[step + 1])
     return Drawing(LEFT + CELLS, max(STAGE, TOP + 60), marks)
 
 
@@ -127,7 +134,8 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     4
     """
     few_enough(plan.ranks)
-    where, steps, had = place(plan, label), plan.schedule.num_steps(), _had(plan)
+    where, steps = place(plan, label), plan.schedule.num_steps()
+    had, guests = _had(plan, KV), _had(plan, Q)
     if not 0 <= step < max(1, steps):
         raise ValueError(f"step {step} does not exist: {where} has {steps} steps, from 0")
     if not steps:
@@ -138,15 +146,18 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     count = len(table.src)
     arrows = len(np.unique((table.step * n + table.src) * n + table.dst))
     shown = range(steps) if arrows + steps * n * n <= FRAMES else [step]
-    states = {t: _draw(plan, t, had) for t in shown}
+    states = {t: _draw(plan, t, had, guests) for t in shown}
     note = (
         "An arrow: one link in use, in the colour of the rank whose keys and values (KV) it carries; "
         'grey: of several ranks. "kv3.1": share 1 of rank 3. A cell fills as the shares arrive.'
     )
-    said = " ".join(table.where(table.step == step).words()[:64])
-    desc = f"{where}, step {step} of {steps}: {said}."
-    frames = tuple((f"{t}", d) for t, d in states.items()) if len(states) > 1 else ()
     title = (
         f"{where}: {count} hops in {steps} step{'s' * (steps != 1)} bring every KV to its readers"
     )
+    if guests.any():
+        note += " A hollow square: its queries have come."
+        title = title.replace("bring every KV to its readers", "bring queries and keys together")
+    said = " ".join(table.where(table.step == step).words()[:64])
+    desc = f"{where}, step {step} of {steps}: {said}."
+    frames = tuple((f"{t}", d) for t, d in states.items()) if len(states) > 1 else ()
     return Figure(title, (note,), desc, states[step], frames, step)

@@ -46,7 +46,7 @@ def merge(plans: Sequence[tuple[str, Plan]]) -> list[Named]:
     for label, plan in plans:
         t = Traffic.of(plan)
         arrays = (t.kv.tobytes(), t.crossing.tobytes(), t.busy.tobytes())
-        key = (arrays, t.step_kv, t.collective)
+        key = (arrays, t.step_kv, t.collective, t.queries)
         found[key] = ((*found.get(key, ((), t))[0], label), t)
     return list(found.values())
 
@@ -217,6 +217,8 @@ def links(plans: Plans) -> Figure:
         notes += " Plans that load the links alike, step by step, share a panel."
     if between:
         notes += " Inside a node each ordered pair of ranks has a link; each rank has one NIC."
+    if any(t.queries for _, t in panels):
+        notes += " Queries that travel, and their answers, count like the KV of as many tokens."
     title = headline(panels)
     facts = (f"{', '.join(who)}: {t.amounts()}, in {len(t.busy)} steps" for who, t in panels)
     desc = f"{title}. Heat maps of KV from rank to rank, and bars of links busy in each step. "

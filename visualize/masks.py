@@ -25,6 +25,7 @@ from .raster import (
     blocks,
     cover,
     holders,
+    moved,
     pairs_by_rank,
     pairs_by_step,
     shares,
@@ -154,25 +155,34 @@ def _alone(docs: Documents, grid: Grid) -> View:
 def _by_rank(plan: Plan, grid: Grid) -> View:
     """The rank that computes each pair."""
     ranks, holder = plan.layout.ranks, holders(plan, grid)
-    mine = holder[..., None] == np.arange(ranks)
-    weight = np.einsum("irj,irk->ijk", cover(plan.docs, grid), mine) / len(holder[0])
+    mixed = np.broadcast_to(alternating(holder)[:, None], (len(holder), len(holder)))
+    if len(plan.schedule.meets.rank):
+        seen, where, _ = moved(plan, grid)
+        weight = np.stack([(seen & (where == r)).mean(axis=(1, 3)) for r in range(ranks)], axis=2)
+    else:
+        mine = holder[..., None] == np.arange(ranks)
+        weight = np.einsum("irj,irk->ijk", cover(plan.docs, grid), mine) / len(holder[0])
     part = pairs_by_rank(plan) / max(1, plan.docs.num_pairs)
     tones, names = [colour(r) for r in range(ranks)], [f"rank {r}" for r in range(ranks)]
     keys = [(c, f"{n}: {p:.1%} of the pairs") for c, n, p in zip(tones, names, part, strict=True)]
-    note = "A pair has the colour of the rank that holds its query and so computes it; the strips show "
-    note += "who holds which tokens. Paler: part of the cell is not visible. Grey: several ranks."
-    mixed = np.broadcast_to(alternating(holder)[:, None], weight.shape[:2])
+    note = "A pair has the colour of the rank that computes it; the strips show who "
+    note += "holds which tokens. Paler: part of the cell is not visible. Grey: several ranks."
     return View(weight, mixed, tones, names, holder, keys, "computed by", (note,))
 
 
 def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     """The step in which one rank computes its pairs."""
-    holder, arrived = holders(plan, grid), arrival(plan, rank, grid.tokens)
+    holder, when = holders(plan, grid), arrival(plan, rank, grid.tokens)
     *done, never = pairs_by_step(plan, rank).tolist()
     seen, steps = cover(plan.docs, grid), len(done)
-    when = shares(arrived, steps)
-    rows = np.einsum("irj,ir->ij", seen, holder == rank) / len(holder[0])
-    own = rows[..., None] * np.concatenate([when, 1 - when.sum(axis=1, keepdims=True)], axis=1)
+    if len(plan.schedule.meets.rank):
+        pairs, where, at = moved(plan, grid)
+        pairs &= where == rank
+        own = np.stack([(pairs & (at == t)).mean(axis=(1, 3)) for t in [*range(steps), -1]], axis=2)
+    else:
+        part = shares(when, steps)
+        rows = np.einsum("irj,ir->ij", seen, holder == rank) / len(holder[0])
+        own = rows[..., None] * np.concatenate([part, 1 - part.sum(axis=1, keepdims=True)], axis=1)
     rest = np.where(own.any(axis=2), 0, seen.mean(axis=1))[..., None]
     tones = [ramp(0.25 + 0.75 * t / max(1, steps - 1)) for t in range(steps)]
     if step is not None:
@@ -180,10 +190,12 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     names = [f"step {t}" + " (own keys)" * (t == 0) for t in range(steps)]
     keys = [(c, f"{n}: {w:,} pairs") for c, n, w in zip(tones, names, done, strict=True)]
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []
-    note = f"Rank {rank} computes a pair once the key has arrived. The strips show who holds which tokens. "
-    note += "Paler: part of the cell is not visible, or not this rank's. Grey: several steps."
+    note = f"Rank {rank} computes a pair once query and key are there. The strips show who holds which "
+    note += (
+        "tokens. Paler: part of the cell is not visible, or not this rank's. Grey: several steps."
+    )
     return View(
-        np.concatenate([own, rest], axis=2), alternating(arrived) & own.any(axis=2),
+        np.concatenate([own, rest], axis=2), alternating(when) & own.any(axis=2),
         [*tones, NEVER, OTHERS], [*names, "never", "other ranks"], holder,
         [*keys, (OTHERS, "pairs of other ranks")], f"rank {rank} computes in", (note,),
     )  # fmt: skip

@@ -9,11 +9,13 @@ step in which it arrives (paler) to the last in which it is computed on or sent 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from tasp_core import Plan, Program, lower
-from tasp_core.program import Message
-from tasp_core.schedules import DKV, KINDS, KV
+from tasp_core.schedules import DKV, DQ, KINDS, KV, OUT, Q
 
 from .colours import colour, ink, mix
 from .figure import Figure, few_enough
@@ -33,6 +35,11 @@ from .marks import (
 )
 from .rings import place
 
+SHORT = {
+    "keys and values of other ranks": "KV",
+    "queries of other ranks": "Q",
+    "gradients on their way home": "dKV",
+}
 LEFT, TOP, HIGH, WIDE, TIPS = 76.0, 44.0, 360.0, 1060.0, 1000
 
 
@@ -53,41 +60,70 @@ class Span(NamedTuple):
         return f"{KINDS[self.kind]}{self.owner}" + (f".{self.share}" if self.share >= 0 else "")
 
 
-def arena_spans(program: Program, plan: Plan) -> list[Span]:
-    """What the buffer for keys and values holds."""
-    if program.collective:  # everything arrives at once and stays
-        counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
-        owners = (r for r in range(program.ranks) if r != program.rank)
-        return [Span(0, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
-    spans: list[Span] = []
+def placed(
+    plan: Plan, program: Program, kind: int, *, sent: bool = False, backward: bool = False
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(step, owner, share, row, count) of what a rank receives or sends; rows count from its own on.
+
+    A message lists rows; whose they are is said by the hops, in the order both ends agree on.
+    """
+    table, rank = plan.hops(program.rank, backward=backward), program.rank
+    table = table.where((table.kind == kind) & ((table.src if sent else table.dst) == rank))
     for t, step in enumerate(program.steps):
-        for m in step.sends:
-            for low, count in _travelling(m, program) if m.kind == KV else ():
-                for i, s in enumerate(spans):  # sent on: what lies there now is needed until then
-                    if s.low < low + count and low < s.low + s.count and t <= s.last + 1:
-                        spans[i] = s._replace(last=max(t, s.last))
-        for m in step.recvs:
-            for low, count in _travelling(m, program) if m.kind == KV else ():
-                spans.append(Span(m.kind, m.owner, m.share, low, count, t, t + 1))
-    return spans
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for m in step.sends if sent else step.recvs:
+            if m.kind == kind:
+                ranges.setdefault(m.peer, []).extend(m.ranges)
+        here = table.where(table.step == t)
+        peers = (here.dst if sent else here.src).tolist()
+        counts = [plan.units.count[plan.unit_of(here, p)].tolist() for p in range(plan.units.parts)]
+        owners = zip(peers, here.owner.tolist(), here.share.tolist(), *counts, strict=True)
+        for peer, owner, share, *parts in owners if ranges else ():
+            for count in filter(None, parts):
+                low, left = ranges[peer].pop(0)
+                if left > count:
+                    ranges[peer].insert(0, (low + count, left - count))
+                yield t, owner, share, low - program.tokens, count
 
 
-def _travelling(m: Message, program: Program) -> list[tuple[int, int]]:
-    """Rows of a message behind the rank's own, counted from there."""
-    own = program.tokens
-    return [(low - own, count) for low, count in m.ranges if low >= own]
-
-
-def acc_spans(program: Program, arena: list[Span]) -> list[Span]:
-    """What the buffer for gradients holds: from the step that computes on a share to its way on."""
-    begins = {(s.owner, s.share): s.first + 1 for s in arena}
+def held(plan: Plan, program: Program, kind: int, *, backward: bool) -> list[Span]:
+    """Keys (kind KV) or queries (Q) of other ranks, from arrival to the last step that needs them."""
+    rank, meets = program.rank, plan.schedule.meets
+    if kind == KV and program.collective:  # everything arrives at once and stays
+        counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
+        owners = (r for r in range(program.ranks) if r != rank)
+        return [Span(KV, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
+    table, met = plan.hops(rank, backward=backward), meets.where(meets.rank == rank)
+    leaves = (KV,) if kind == KV else (Q, OUT, DQ)
+    sends = table.where((table.src == rank) & np.isin(table.kind, leaves))
+    keys = (met.owner, met.share) if kind == KV else (met.q_owner, met.q_share)
+    uses = ((sends.owner, sends.share, sends.step), (*keys, met.step))
+    last_use: dict[tuple[int, ...], int] = {}
+    for *key, t in np.concatenate([np.stack(use, axis=1) for use in uses]).tolist():
+        last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
     return [
-        Span(m.kind, m.owner, m.share, low, count, begins[m.owner, m.share], t)
-        for t, step in enumerate(program.steps)
-        for m in step.sends
-        if m.kind == DKV
-        for low, count in _travelling(m, program)
+        Span(kind, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
+        for t, owner, share, low, count in placed(plan, program, kind, backward=backward)
     ]
+
+
+def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, list[Span], int]]:
+    """(name, what lies in it, rows) of each buffer for what is not the rank's own."""
+    names = tuple(SHORT)
+    arena = held(plan, program, KV, backward=backward)
+    found = [(names[0], arena, program.arena_rows)]
+    if program.guest_rows:
+        guests = held(plan, program, Q, backward=backward)
+        found.append((names[1], guests, program.guest_rows))
+    if backward:  # a share's gradient: from the step that computes on it to its sending
+        begins = {(s.owner, s.share): s.first + 1 for s in arena}
+        grads = [
+            Span(DKV, owner, share, low, count, begins[owner, share], t)
+            for t, owner, share, low, count in placed(plan, program, DKV, sent=True, backward=True)
+            if owner != program.rank
+        ]
+        found.append((names[2], grads, program.acc_rows))
+    return found
 
 
 def joined(spans: list[Span]) -> list[Span]:
@@ -143,7 +179,7 @@ def _panel(head: str, spans: list[Span], rows: int, tokens: int, steps: int) -> 
     for k in range(0, int(whole + 1e-9) + 1, every(HIGH / max(whole, 1e-9), 20)):
         y = TOP + size * k * tokens
         marks.append(line(complex(LEFT - 4, y), complex(LEFT + wide, y), stroke="#999999", layer=1))
-        marks.append(small(complex(LEFT - 8, y), f"{k} KV", "end"))
+        marks.append(small(complex(LEFT - 8, y), f"{k} {SHORT[head]}", "end"))
     for t in range(0, steps, every(pitch, 24)):
         marks.append(gridline(complex(LEFT + pitch * t, TOP), complex(LEFT + pitch * t, foot)))
         marks.append(small(complex(LEFT + pitch * (t + 0.5), foot + 13), str(t)))
@@ -170,18 +206,14 @@ def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = ""
     few_enough(plan.ranks)
     program = lower(plan, rank, backward=backward)
     tokens, steps = program.tokens, len(program.steps)
-    arena = arena_spans(program, plan.inner)
-    rows = [("keys and values of other ranks", arena, program.arena_rows)]
-    if backward:
-        rows.append(("gradients on their way home", acc_spans(program, arena), program.acc_rows))
-    needs = [number(count / max(1, tokens)) for _, _, count in rows]
-    title = f"{place(plan, label)}: rank {rank} needs room for {needs[0]} KV of other ranks"
-    title += f" and {needs[1]} of gradients" if backward else ""
+    rows = buffers(plan.inner, program, backward=backward)
+    needs = ", ".join(f"{number(n / max(1, tokens))} {SHORT[what]}" for what, _, n in rows)
+    title = f"{place(plan, label)}: rank {rank} needs room for {needs} of other ranks"
     note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "
     note += "colour, paler in its first step, in which it arrives or is computed. "
     note += "Rows are used again as soon as nothing needs them."
     panels = [_panel(h, s, n, tokens, steps) for h, s, n in rows]
-    owners = sorted({s.owner for s in arena})
+    owners = sorted({s.owner for _, spans, _ in rows for s in spans})
     if len(owners) <= 32:
         panels.insert(0, legend((colour(r), f"of rank {r}") for r in owners))
     drawn = stack(panels, gap=20)

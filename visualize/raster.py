@@ -12,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Documents, Plan
+from tasp_core.schedules import KV
+
+from .traffic import work
 
 CELLS, SAMPLES = 100, 24
 
@@ -71,25 +74,53 @@ def shares(values: np.ndarray, count: int) -> np.ndarray:
     return (values[..., None] == np.arange(count)).mean(axis=1)
 
 
-def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
-    """Step in which a rank computes on each token's key; -1: it never gets it."""
-    table, layout, schedule = plan.hops(rank), plan.layout, plan.schedule
-    step = np.full((layout.ranks, schedule.num_shares), -1)
-    step[rank] = 0
-    into = table.where(table.dst == rank)
-    step[into.owner, into.share] = into.step + 1
+def share_of(plan: Plan, tokens: np.ndarray) -> np.ndarray:
+    """The share each token is in: owner * num_shares + share."""
+    layout, schedule = plan.layout, plan.schedule
     owner, row = layout.locate(tokens.ravel())
-    found = np.zeros_like(owner)
+    share = np.zeros_like(owner)
     for one in np.unique(owner).tolist():
         mine = owner == one
         low = schedule.cuts(layout, one)[:, :-1].ravel()
         number = np.searchsorted(low, row[mine], side="right") - 1
-        found[mine] = step[one, number % schedule.num_shares]
-    return found.reshape(tokens.shape)
+        share[mine] = one * schedule.num_shares + number % schedule.num_shares
+    return share.reshape(tokens.shape)
+
+
+def arrived(plan: Plan, rank: int) -> np.ndarray:
+    """Step in which a rank computes on each share's keys, by `share_of`; -1: it never gets them."""
+    table, shares = plan.hops(rank), plan.schedule.num_shares
+    step = np.full(plan.layout.ranks * shares, -1)
+    step[rank * shares : (rank + 1) * shares] = 0
+    into = table.where((table.dst == rank) & (table.kind == KV))
+    step[into.owner * shares + into.share] = into.step + 1
+    return step
+
+
+def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
+    """Step in which a rank computes on each token's key; -1: it never gets it."""
+    return arrived(plan, rank)[share_of(plan, tokens)]
+
+
+def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For a schedule that moves queries: of a few pairs of each cell which are visible, who computes
+    them and when; each [query cell, sample, key cell, sample].
+    """
+    tokens, shares, meets = grid.tokens[:, ::4], plan.schedule.num_shares, plan.schedule.meets
+    when = np.repeat([arrived(plan, r) for r in range(plan.layout.ranks)], shares, axis=0)
+    where = np.repeat(np.arange(plan.layout.ranks), shares)[:, None] + np.zeros_like(when)
+    at = (meets.q_owner * shares + meets.q_share, meets.owner * shares + meets.share)
+    where[at], when[at] = meets.rank, meets.step
+    low, high = (x[..., None, None] for x in visible(plan.docs, tokens))
+    share = share_of(plan, tokens)
+    pair = (share[..., None, None], share)
+    return (low <= tokens) & (tokens < high), where[pair], when[pair]
 
 
 def pairs_by_rank(plan: Plan) -> np.ndarray:
-    """Visible pairs of the queries that each rank holds, int64 [ranks]."""
+    """Visible pairs that each rank computes, int64 [ranks]."""
+    if len(plan.schedule.meets.rank):
+        return work(plan).sum(axis=1)
     tokens = np.arange(plan.docs.total)
     low, high = visible(plan.docs, tokens)
     holder = plan.layout.locate(tokens)[0]
@@ -98,10 +129,14 @@ def pairs_by_rank(plan: Plan) -> np.ndarray:
 
 def pairs_by_step(plan: Plan, rank: int) -> np.ndarray:
     """Visible pairs that a rank computes in each step, and last those it never does, int64 [steps + 1]."""
+    steps = plan.schedule.num_steps() + 1
+    if len(plan.schedule.meets.rank):
+        done = work(plan)[rank, :steps]
+        return np.append(done, np.zeros(steps + 1 - len(done), dtype=np.int64))
     low, high = visible(plan.docs, plan.layout.tokens(rank))
     when = arrival(plan, rank, np.arange(plan.docs.total))
     found = []
-    for step in [*range(plan.schedule.num_steps() + 1), -1]:
+    for step in [*range(steps), -1]:
         before = np.concatenate([[0], np.cumsum(when == step)])
         found.append(int((before[high] - before[low]).sum()))
     return np.array(found)

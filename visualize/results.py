@@ -152,6 +152,22 @@ def _panel(rows: list[tuple[str, list[float]]], view: View) -> Drawing:
     return Drawing(INNER, foot + 24, marks)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A result file's content.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: not a result file.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or "kind" not in data:
+        raise ValueError(f'{path} is no result file: it needs "schema": {SCHEMA} and a "kind"')
+    return data
+
+
 def results(path: str | Path, views: Sequence[View] = ()) -> Figure:
     """Draw a result file.
 
@@ -164,12 +180,7 @@ def results(path: str | Path, views: Sequence[View] = ()) -> Figure:
         ValueError: not a result file, a kind without views, or a view that the file does not have.
     """
     path = Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or "kind" not in data:
-        raise ValueError(f'{path} is no result file: it needs "schema": {SCHEMA} and a "kind"')
+    data = read(path)
     chosen = views or VIEWS.get(data["kind"], ())
     if not chosen:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Plan
-from tasp_core.schedules import RingSchedule
+from tasp_core.schedules import KV, RingSchedule
 
 from .colours import INK, colour, mix
 from .figure import Figure
@@ -49,7 +49,9 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
     steps = f"step {first}" if first == last else f"each of steps {first} to {last}"
     low, high = int(arcs[:, 2].min()), int(arcs[:, 2].max())
     load = f"{low}" if low == high else f"{low} to {high}"
-    each = f"each {load} of {num_shares} shares" if num_shares > 1 else "each all of one rank's KV"
+    each = (
+        f"each {load} of {num_shares} shares" if num_shares > 1 else "each one rank's whole share"
+    )
     return steps, f"{len(arcs)} arrows, {each}"
 
 
@@ -94,8 +96,10 @@ def _notes(plan: Plan, by_ring: bool, shown: int, panels: int) -> tuple[str, ...
     first = "A circle is a rank (one device), an arrow a link in use. "
     if plan.ranks == 1:
         return (first + "One rank has all keys and values (KV).",)
-    first += "Each rank's keys and values (KV) "
-    first += f"are cut into {shares} shares." if shares > 1 else "travel whole, as 1 share."
+    what = "Each rank's keys and values (KV)"
+    if (plan.hops().kind != KV).any():
+        what += ", or queries and what they found,"
+    first += f"{what} are cut into {shares} shares." if shares > 1 else f"{what} travel as 1 share."
     each = f"In each of {steps} steps" if steps > 1 else "In one step"
     if by_ring:
         along = " along every ring, all rings at once" if shares > 1 else ""

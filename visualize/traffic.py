@@ -16,10 +16,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tasp_core import Plan
+from tasp_core import Plan, check
+from tasp_core.coverage import NEVER, count_pairs
+from tasp_core.schedules import KV
 
 from .figure import few_enough
 from .marks import span
+
+
+def work(plan: Plan) -> np.ndarray:
+    """Visible pairs each rank computes in each step, int64 [ranks, steps + 1]; in groups of `intra`.
+
+    Raises:
+        PlanError: a plan that leaves pairs out, as `check` finds it.
+    """
+    plan = plan.inner
+    arrival = np.full((plan.ranks, plan.ranks, plan.schedule.num_shares), NEVER)
+    arrival[np.arange(plan.ranks), np.arange(plan.ranks)] = -1
+    keys = plan.hops()
+    keys = keys.where(keys.kind == KV)
+    arrival[keys.dst, keys.owner, keys.share] = keys.step
+    found, lost = count_pairs(plan, arrival)
+    return check(plan).work if lost else found
 
 
 class Traffic(NamedTuple):
@@ -32,6 +50,7 @@ class Traffic(NamedTuple):
         busy: share of the links and NICs that carry something in a step, float [steps].
         step_kv: most KV a link or NIC carries in one step.
         collective: the library call that moves everything, if one does.
+        queries: whether queries travel, too; one rank's queries, or answers, count as 1 KV.
     """
 
     kv: np.ndarray
@@ -40,6 +59,7 @@ class Traffic(NamedTuple):
     busy: np.ndarray
     step_kv: Fraction
     collective: str | None
+    queries: bool
 
     @classmethod
     def of(cls, plan: Plan) -> Traffic:
@@ -51,6 +71,7 @@ class Traffic(NamedTuple):
         few_enough(plan.ranks)
         n, hops = plan.layout.ranks, plan.hops()
         moved, whole = plan.amounts(hops)
+        queries = bool((hops.kind != KV).any())
         node = np.array([plan.machine.node(rank) for rank in range(n)])
         crossing = node[:, None] != node[None, :]
         kv = np.bincount(hops.src * n + hops.dst, moved, minlength=n * n).reshape(n, n) / whole
@@ -66,7 +87,7 @@ class Traffic(NamedTuple):
         used = (int(working[: n * n].sum()), num_links), (int(working[n * n :].sum()), num_nics)
         busy = (load > 0).sum(axis=1) / max(1, num_links + num_nics)
         step_kv = Fraction(int(load.max(initial=0)), whole)
-        return cls(kv, crossing, used, busy, step_kv, plan.schedule.collective)
+        return cls(kv, crossing, used, busy, step_kv, plan.schedule.collective, queries)
 
     @property
     def whole(self) -> bool:

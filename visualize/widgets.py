@@ -221,7 +221,10 @@ def explore_machine(
     head_dim: int = 128,
     layout: str = "zigzag",
 ) -> Explorer:
-    """How long attention takes: machine, tokens, heads -> `compare`, `timeline` of the fastest."""
+    """How long attention takes: machine, tokens, heads -> `compare`, `timeline` of the fastest.
+
+    It tries CANDIDATES, to answer at once; `tasp_core.select` tries all, in seconds.
+    """
     sizes = [2**k for k in range(10, 23)]
     controls = {
         "machine": _choice("machine", machine, MACHINES),
