@@ -127,8 +127,8 @@ def _times(table: Sequence[Any]) -> Figure | None:
     panels, said = [], []
     rows = [r for r in table if r.kind == "attention"]
     tone = {m: colour(i) for i, m in enumerate(dict.fromkeys(r.method for r in rows))}
-    for file, case in dict.fromkeys((r.file, r.case) for r in rows):
-        here = [r for r in rows if (r.file, r.case) == (file, case)]
+    for case in dict.fromkeys(r.case for r in rows):
+        here = [r for r in rows if r.case == case]
         for what in ("forward", "backward"):
             some = _series(here, tone, what)
             if some and len({r.tokens for r in here}) > 1:
