@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..formulas import RowBytes, wire_bytes
+from ..explain import BYTES, RowBytes, wire_bytes
 from ..heads import split_heads
 from ..lower import lower
 from ..plan import Plan
@@ -58,11 +58,11 @@ def flops(size: Size, tokens: int, pairs: int) -> int:
     return 6 * weights * tokens + 12 * size.dim * size.layers * pairs
 
 
-def attention_bytes(size: Size, plan: Plan, rank: int, itemsize: int) -> int:
-    """Bytes of keys, values and gradients a rank sends in all layers, between Ulysses groups."""
+def attention_bytes(size: Size, plan: Plan, rank: int, dtype: str) -> int:
+    """Bytes that a rank's attention sends in all layers, forward and backward, between Ulysses groups."""
     own = split_heads(size.heads, size.kv_heads, plan.intra)[rank % plan.intra]
-    heads = (own.q_high - own.q_low, own.kv_high - own.kv_low)
-    row = RowBytes.of(*heads, size.dim // size.heads, itemsize)
+    kv_heads = own.kv_high - own.kv_low
+    row = RowBytes.of(size.heads // plan.intra, kv_heads, size.dim // size.heads, dtype)
     return size.layers * sum(
         wire_bytes(lower(plan, rank, backward=b), row, sent=True, backward=b) for b in (False, True)
     )
@@ -79,7 +79,7 @@ class Meter:
 
     size: Size
     world: int
-    itemsize: int
+    dtype: str
     peak: Peak
     gbps: float | None
 
@@ -87,7 +87,7 @@ class Meter:
     def of(cls, s: Settings, device: torch.device, world: int) -> Meter:
         """The meter of a run on `world` ranks."""
         dtype = getattr(torch, s.dtype)
-        return cls(SIZES[s.size], world, dtype.itemsize, peak(device, dtype, s.peak_tflops), s.gbps)
+        return cls(SIZES[s.size], world, s.dtype, peak(device, dtype, s.peak_tflops), s.gbps)
 
     def of_step(self, batch: Batch, seconds: float) -> dict[str, Any]:
         """Throughput of a step; what concerns data is of all ranks together."""
@@ -102,8 +102,8 @@ class Meter:
     def roofline(self, batch: Batch, rank: int) -> dict[str, Any]:
         """Least seconds of a step, by computation and by links, and which of them bounds it."""
         operations = flops(self.size, batch.tokens, batch.pairs) / self.world
-        sent = parameter_bytes(self.size, self.world, self.itemsize) * len(batch.rows)
-        sent += sum(attention_bytes(self.size, r.plan, rank, self.itemsize) for r in batch.rows)
+        sent = parameter_bytes(self.size, self.world, BYTES[self.dtype]) * len(batch.rows)
+        sent += sum(attention_bytes(self.size, r.plan, rank, self.dtype) for r in batch.rows)
         compute = operations / (self.peak.tflops * 1e12)
         link = None if self.gbps is None else sent / (self.gbps * 1e9)
         return {
