@@ -97,13 +97,13 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
 def _rates(rank: int, group: Any) -> tuple[dict[str, Any], Samples]:
     yield_cores()
     bench = Bench(group, torch.device("cpu"))
-    return messages(bench) | kernels(bench, heads=8, kv_heads=8), bench.samples
+    return messages(bench) | kernels(bench, lengths=(128, 256, 512, 1024)), bench.samples
 
 
 def calibrated() -> tuple[dict[str, Any], Samples]:
     """Rates of kernels and messages when eight ranks share this machine, and their samples."""
     with Fabric(emulated(machine("mesh8"), link_mbit=50.0)) as net:
-        return net.launch(_rates)[0]
+        return net.launch(_rates, timeout_s=300.0)[0]
 
 
 def bench(say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:

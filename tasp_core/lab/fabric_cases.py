@@ -72,13 +72,14 @@ PACKED = (
     Method("Zigzag-TASP", "tasp", "zigzag"),
     Method("all_gather", "all_gather", "per_document"),
     Method("Ulysses", "ring", "balanced", intra=8),
-    Method("SAP balanced", "sap", "balanced"),
+    Method("SAP balanced", "sap", "balanced", (("buffer_tokens", 4096),)),
 )
 NODES = (
     Method("Ring", "ring", "contiguous"),
     Method("TASP K_mxu", "tasp", "contiguous"),
     Method("TASP paths", "tasp_paths", "contiguous"),
     Method("TASP rails", "tasp_rails", "contiguous"),
+    Method("double ring", "double_ring", "contiguous"),
     Method("wave", "wave", "contiguous"),
 )
 TALK: tuple[Mode, ...] = ("communication",)
