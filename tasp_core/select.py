@@ -186,6 +186,11 @@ def _candidates(
         alone = a == n  # over heads alone all schedules and layouts are the same
         if alone and (name, place) != (names[0], layouts[0]):
             continue
+        if name == "trees" and machine.plain and schedule == AUTO:
+            yield Row(
+                name, place, a, {}, excluded="made for machines whose ranks are not all alike"
+            )
+            continue
         for options in _options(name, machine, a, kv_bytes) if not alone else ({},):
             yield Row(name, place, a, options, heads_alone=alone and a > 1)
 

@@ -14,16 +14,18 @@ from .helper import Helper, Mesh, TokenRing
 from .paced import Paced, best_pace
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap import Sap
+from .trees import Trees, tree_options
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "KINDS", "KV", "OPTIONS", "OUT", "AllGather", "DoubleRing", "Hops", "Meets",
-    "Paced", "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths",
-    "TaspRails", "Wave", "build", "schedules",
+    "DKV", "DQ", "KINDS", "KV", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Paced",
+    "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails",
+    "Trees", "Wave", "build", "schedules",
 ]  # fmt: skip
 
 FAMILIES: tuple[type[Schedule], ...] = (
-    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, AllGather, Helper, TokenRing, Mesh, Sap,
+    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, Trees, AllGather, Helper, TokenRing,
+    Mesh, Sap,
 )  # fmt: skip
 SCHEDULES = {cls.name: cls for cls in FAMILIES}
 
@@ -58,6 +60,7 @@ OPTIONS = {
     "double_ring": ("exchange", "rings"),
     "wave": ("exchange", "blocks", "twins"),
     "paced": ("exchange", "blocks", "twins", "nic", "link"),
+    "trees": ("exchange", "wires", "shares", "steps", "floor"),
     "all_gather": (),
     "helper": (),
     "token_ring": (),
@@ -68,6 +71,7 @@ DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
     "wave": _wave_options,
     "mesh": _mesh_options,
     "paced": _paced_options,
+    "trees": lambda machine, options: tree_options(machine, dict(options)),
 }
 
 
