@@ -200,8 +200,8 @@ def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterat
     groups = machine.ranks // intra
     if name == "paced" and 1 < machine.num_nodes <= MOST_NODES and not machine.node_size % intra:
         where = between_groups(machine, intra)
-        for buffer_kv in (float("inf"), 4.0):
-            yield best_pace(where, kv_bytes, buffer_kv)
+        quick, small = (best_pace(where, kv_bytes, most) for most in (float("inf"), 4.0))
+        yield from (quick, small) if small != quick else (quick,)
         return
     yield {}
     if name == "wave":

@@ -35,9 +35,16 @@ def schedules() -> dict[str, str]:
     return {name: str(cls.__doc__) for name, cls in SCHEDULES.items()}
 
 
+MOST_ARRIVALS = 1 << 18
+
+
 def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour."""
-    defaults = {"blocks": max(1, machine.ranks - 1), "twins": best_twins(machine)}
+    """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour.
+
+    Above 512 ranks fewer blocks: a rank's table stays small enough to plan in seconds.
+    """
+    others = max(1, machine.ranks - 1)
+    defaults = {"blocks": min(others, MOST_ARRIVALS // others), "twins": best_twins(machine)}
     return {**defaults, **options}
 
 
