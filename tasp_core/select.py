@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -114,20 +115,15 @@ def select(
     """
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
-
-    def judge(row: Documents) -> list[tuple[Row, Plan]]:
-        kv_bytes = row.total / machine.ranks * 2 * (kv_heads or heads) * head_dim * batch * 2
-        candidates = _candidates(row, machine, kv_bytes, schedule, layout, intra)
-        return _judged(candidates, row, machine, sizes, backward, buffer_bytes)
-
-    found = judge(docs)
+    asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
+    found = _judged(docs, *asked)
     table = tuple(row for row, _ in found)
     works = [(row, made) for row, made in found if not row.excluded]
     if not works:
         reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
         raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
     now = _behind(found)
-    before, *after = (_behind(judge(_resized(docs, factor))) for factor in (0.5, 2, 4))
+    before, *after = (_behind(_judged(_resized(docs, x), *asked)) for x in (0.5, 2, 4))
     steady = [
         item for item in works
         if all(later.get(item[0].name, 1.0) <= KEEP for later in (now, *after))
@@ -149,14 +145,18 @@ def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
     return {row.name: row.total_s / good[0].total_s - 1 for row in good}
 
 
+@lru_cache(maxsize=128)  # rows of half, double and fourfold length are asked for again
 def _judged(
-    candidates: Iterator[Row], docs: Documents, machine: Machine, sizes: dict[str, Any],
-    backward: bool, most: float,
+    docs: Documents, machine: Machine, given: tuple[tuple[str, Any], ...], schedule: str, layout: str,
+    intra: int | None, backward: bool, most: float,
 ) -> list[tuple[Row, Any]]:  # fmt: skip
     """Candidates with their figures and plans, the quickest first, then the excluded ones."""
+    sizes = dict(given)
+    width = 4 * (sizes["kv_heads"] or sizes["heads"]) * sizes["head_dim"] * sizes["batch"]
+    kv_bytes = docs.total / machine.ranks * width  # of 16-bit keys and values
     found: list[tuple[Row, Any]] = []
     said: set[tuple[str, int, str]] = set()
-    for candidate in candidates:
+    for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
         row, made = _judge(candidate, docs, machine, sizes, backward, most)
         why = (row.schedule, row.intra, row.excluded)
         if not row.excluded or why not in said:  # one row for what no layout can change
@@ -186,6 +186,11 @@ def _candidates(
         alone = a == n  # over heads alone all schedules and layouts are the same
         if alone and (name, place) != (names[0], layouts[0]):
             continue
+        if name == "trees" and machine.plain and schedule == AUTO:
+            yield Row(
+                name, place, a, {}, excluded="made for machines whose ranks are not all alike"
+            )
+            continue
         for options in _options(name, machine, a, kv_bytes) if not alone else ({},):
             yield Row(name, place, a, options, heads_alone=alone and a > 1)
 
@@ -195,8 +200,8 @@ def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterat
     groups = machine.ranks // intra
     if name == "paced" and 1 < machine.num_nodes <= MOST_NODES and not machine.node_size % intra:
         where = between_groups(machine, intra)
-        for buffer_kv in (float("inf"), 4.0):
-            yield best_pace(where, kv_bytes, buffer_kv)
+        quick, small = (best_pace(where, kv_bytes, most) for most in (float("inf"), 4.0))
+        yield from (quick, small) if small != quick else (quick,)
         return
     yield {}
     if name == "wave":
@@ -208,6 +213,8 @@ def _judge(
     row: Row, docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool, most: float
 ) -> tuple[Row, Plan | None]:
     """The row with its figures and its plan, or with the reason why it is excluded."""
+    if row.excluded:
+        return row, None
     try:
         made = make_plan(
             docs, machine.ranks, schedule=row.schedule, layout=row.layout, machine=machine,

@@ -24,7 +24,7 @@ def paced(m, u, options=None, tokens=6):
     )
 
 
-@pytest.mark.parametrize(("m", "u"), itertools.product((1, 2, 3, 4, 8), (2, 3, 4)))
+@pytest.mark.parametrize(("m", "u"), [*itertools.product((1, 2, 3, 4, 8), (2, 3, 4))])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_proved_forward_and_backward_with_exact_buffers(m, u, options):
     if m == 1 and options:

@@ -86,11 +86,13 @@ def test_never_more_than_5_percent_behind_the_best(docs, name, heads, kv, causal
 
 
 def test_packed_rows_get_what_is_made_for_them():
-    """Documents of equal length stay whole where they are; of mixed lengths they are balanced."""
     mixed = Documents.of([9000, 200, 200, 4000, 100, 12000, 300, 300, 3000, 50] * 2)
     choice = chosen(mixed, "mi300x")
-    assert (choice.plan.schedule.name, choice.plan.layout.name) == ("sap", "balanced")
     assert choice.plan.docs == mixed
+    assert choice.plan.layout.name in ("balanced", "per_document")
+    times = {row.name: row.total_s for row in choice.table}
+    assert times["sap x balanced"] < 1.05 * choice.table[0].total_s
+    assert times["sap x balanced"] < 0.6 * times["ring x zigzag"]
 
 
 def test_the_table_says_why_not():

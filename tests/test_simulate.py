@@ -1,19 +1,14 @@
 """Simulate: hand-computed cases, the figures of THEORY, and what must hold for every plan."""
 
 import itertools
-import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tasp_core import (
     Documents,
     Machine,
-    PlanError,
-    TopologyError,
     check,
     cut_bound,
     machine,
@@ -22,7 +17,6 @@ from tasp_core import (
     simulate,
     supports,
 )  # fmt: skip
-from tasp_core.cli import app
 
 QUICK = {"latency_s": 0.0, "message_s": 0.0, "tflops": 0.0}
 
@@ -260,84 +254,3 @@ def test_a_slow_nic_and_a_dead_link_are_felt():
     dead = run(p, where.degraded({"link 0>1": 0}))
     assert "link 0>1" not in dead.link_bytes
     assert dead.comm_s > run(p).comm_s
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": "int8"}, "dtype must be one of .* got 'int8'"),
-        ({"heads": 0}, "heads must be a whole number >= 1"),
-        ({"heads": 3, "kv_heads": 2}, "3 query heads are not a multiple of 2"),
-        ({"head_dim": -1}, "head_dim must be"),
-        ({"batch": 0}, "batch must be"),
-        ({"where": machine("mesh4")}, "machine 'mesh4' has 4 ranks, the plan 8"),
-    ],
-)
-def test_sizes_that_make_no_sense(options, reason):
-    with pytest.raises(PlanError, match=reason):
-        run(plan([64], 8), **options)
-
-
-def test_groups_of_a_special_machine_ask_for_it():
-    odd = machine("mesh4x2").degraded({"nic_in 1": 1.0})
-    p = plan([640], 8, schedule="ring", machine=odd, intra=2)
-    with pytest.raises(PlanError, match="give simulate the machine itself"):
-        run(p, heads=2)
-    assert run(p, odd, heads=2).comm_s > run(p, machine("mesh4x2"), heads=2).comm_s
-    with pytest.raises(TopologyError, match="no route"):
-        odd.degraded({f"nic_in {r}": 0 for r in range(4)})
-
-
-@pytest.mark.parametrize("schedule", ["tasp", "tasp_paths", "wave"])
-def test_rank_0_stands_for_all(schedule, monkeypatch):
-    where = machine("h100x2")
-    p = full(15 * 14 * 8, 16, schedule, where)
-    for backward in (False, True):
-        one_by_one = run(p, backward=backward)
-        monkeypatch.setattr(sys.modules["tasp_core.simulate"], "MANY_HOPS", 0)
-        alike = run(p, backward=backward)
-        monkeypatch.undo()
-        assert alike.total_s == pytest.approx(one_by_one.total_s, rel=1e-9)
-        assert alike.comm_s == pytest.approx(one_by_one.comm_s, rel=1e-9)
-        assert alike.bound_s == pytest.approx(one_by_one.bound_s, rel=1e-9)
-        assert alike.link_bytes == pytest.approx(one_by_one.link_bytes)
-        assert alike.compute.shape == one_by_one.compute.shape
-
-
-@pytest.mark.parametrize("schedule", ["wave", "tasp_paths"])
-def test_1024_ranks(schedule):
-    p = plan([1 << 20], 1024, schedule=schedule, machine="h100x128")
-    found = run(p, heads=32, kv_heads=8)
-    assert found.compute.shape[0] == 1024
-    assert found.bound_s == pytest.approx(127 * 1024 * 512 * 8 / 50e9)
-    assert found.total_s >= found.bound_s
-    uneven = machine("h100x128").degraded({"nic_in 0": 1.0})
-    with pytest.raises(PlanError, match="too many to simulate"):
-        run(plan([1 << 20], 1024, schedule="tasp", machine=uneven))
-
-
-def cli(*words):
-    return CliRunner().invoke(app, list(words))
-
-
-def test_command_line():
-    words = [
-        "simulate",
-        "--docs",
-        "8192",
-        "--ranks",
-        "8",
-        "--machine",
-        "mi300x",
-        "--head-dim",
-        "128",
-    ]
-    text = cli(*words, "--schedule", "ring").stdout
-    assert "communication alone" in text
-    assert "cut bound" in text
-    found = json.loads(cli(*words, "--schedule", "tasp", "--json").stdout)
-    direct = simulate(plan([8192], 8, machine="mi300x"), heads=8, kv_heads=2, head_dim=128)
-    assert found["forward"]["total_s"] == pytest.approx(direct.total_s)
-    assert found["backward"]["comm_s"] > found["forward"]["comm_s"]
-    assert found["forward"]["link_bytes"] == pytest.approx(direct.link_bytes)
-    assert cli("simulate", "--machine", "h200").exit_code != 0

@@ -14,16 +14,18 @@ from .helper import Helper, Mesh, TokenRing
 from .paced import Paced, best_pace
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap import Sap
+from .trees import Trees, tree_options
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "KINDS", "KV", "OPTIONS", "OUT", "AllGather", "DoubleRing", "Hops", "Meets",
-    "Paced", "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths",
-    "TaspRails", "Wave", "build", "schedules",
+    "DKV", "DQ", "KINDS", "KV", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Paced",
+    "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails",
+    "Trees", "Wave", "build", "schedules",
 ]  # fmt: skip
 
 FAMILIES: tuple[type[Schedule], ...] = (
-    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, AllGather, Helper, TokenRing, Mesh, Sap,
+    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, Trees, AllGather, Helper, TokenRing,
+    Mesh, Sap,
 )  # fmt: skip
 SCHEDULES = {cls.name: cls for cls in FAMILIES}
 
@@ -33,9 +35,16 @@ def schedules() -> dict[str, str]:
     return {name: str(cls.__doc__) for name, cls in SCHEDULES.items()}
 
 
+MOST_ARRIVALS = 1 << 18
+
+
 def _wave_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour."""
-    defaults = {"blocks": max(1, machine.ranks - 1), "twins": best_twins(machine)}
+    """Blocks: n - 1, so that two KV of buffer are enough; twins: what the machine's rates favour.
+
+    Above 512 ranks fewer blocks: a rank's table stays small enough to plan in seconds.
+    """
+    others = max(1, machine.ranks - 1)
+    defaults = {"blocks": min(others, MOST_ARRIVALS // others), "twins": best_twins(machine)}
     return {**defaults, **options}
 
 
@@ -58,6 +67,7 @@ OPTIONS = {
     "double_ring": ("exchange", "rings"),
     "wave": ("exchange", "blocks", "twins"),
     "paced": ("exchange", "blocks", "twins", "nic", "link"),
+    "trees": ("exchange", "wires", "shares", "steps", "floor"),
     "all_gather": (),
     "helper": (),
     "token_ring": (),
@@ -68,6 +78,7 @@ DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
     "wave": _wave_options,
     "mesh": _mesh_options,
     "paced": _paced_options,
+    "trees": lambda machine, options: tree_options(machine, dict(options)),
 }
 
 
