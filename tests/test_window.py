@@ -194,7 +194,6 @@ def test_two_calls_a_step_no_empty_row_and_nothing_hidden_is_computed(layout, ca
         pairs = 0
         for compute in computes(p):
             assert len(compute.calls) <= 2
-            assert compute.gather is None  # a sequence reads one piece: nothing has to be adjacent
             for call in compute.calls:
                 q, k = call.sequences.q_n, call.sequences.k_n
                 assert q.min() > 0
