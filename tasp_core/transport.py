@@ -126,7 +126,7 @@ class Exchange:
                 with self._naming(t, what):
                     work.wait()
             for p in recvs:
-                _put(p.ranges, p.rows, buffers[p.message.buffer])
+                put_rows(p.ranges, p.rows, buffers[p.message.buffer])
 
         return wait
 
@@ -139,7 +139,7 @@ class Exchange:
                 continue
             out = [m for m in step.sends if m.kind == kind]
             into = [m for m in step.recvs if m.kind == kind]
-            send = torch.cat([like[:0], *(_take(m, m.ranges, buffers) for m in out)])
+            send = torch.cat([like[:0], *(take_rows(m, m.ranges, buffers) for m in out)])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
             splits = (self._splits(into), self._splits(out))
             with self._naming(t, "the step's all-to-all"):
@@ -151,7 +151,7 @@ class Exchange:
                 with self._naming(t, "the step's all-to-all"):
                     work.wait()
                 for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):
-                    _put(m.ranges, rows, buffers[m.buffer])
+                    put_rows(m.ranges, rows, buffers[m.buffer])
 
         return wait
 
@@ -204,7 +204,7 @@ def _parcels(m: Message, buffers: Buffers, *, receive: bool) -> Iterator[Parcel]
     small = m.count * row_bytes <= len(ranges) * SMALL_BYTES
     for i, part in enumerate([ranges] if small else [[r] for r in ranges]):
         tag = (m.tag * PARTS + i) % TAGS
-        yield Parcel(m, part, (_room if receive else _take)(m, part, buffers), tag)
+        yield Parcel(m, part, (_room if receive else take_rows)(m, part, buffers), tag)
 
 
 def _view(ranges: list[tuple[int, int]], buffer: Tensor) -> Tensor | None:
@@ -215,7 +215,7 @@ def _view(ranges: list[tuple[int, int]], buffer: Tensor) -> Tensor | None:
     return buffer[ranges[0][0] : ends[-1]]
 
 
-def _take(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
+def take_rows(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
     """The rows to send, in the dtype in which they are received; copied where apart."""
     buffer = buffers[m.buffer]
     rows = _view(ranges, buffer)
@@ -232,7 +232,7 @@ def _room(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor
     return buffer.new_empty((count, *buffer.shape[1:])) if rows is None else rows
 
 
-def _put(ranges: list[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
+def put_rows(ranges: list[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
     """Rows that have arrived, to where they belong."""
     if rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
         return

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..explain import BYTES, RowBytes, wire_bytes
+from ..formulas import BYTES, RowBytes, wire_bytes
 from ..heads import split_heads
 from ..lower import lower
 from ..plan import Plan

@@ -25,7 +25,7 @@ from ..kernels import Kernel, resolve
 from ..plan import Plan
 from ..program import Step
 from ..tensors import shard
-from ..transport import Buffers, Wait, _put, _take
+from ..transport import Buffers, Wait, put_rows, take_rows
 from .measure import Inputs
 
 TIMEOUT_S = 60.0
@@ -86,13 +86,13 @@ class VirtualExchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         for m in step.sends:
-            self.board.put((t, self.rank, m.peer, m.tag), _take(m, buffers))
+            self.board.put((t, self.rank, m.peer, m.tag), take_rows(m, m.ranges, buffers))
 
         def wait() -> None:
             for m in step.recvs:
                 rows = self.board.take((t, m.peer, self.rank, m.tag))
                 with self.board.clock.span("messages"):
-                    _put(m, rows, buffers)
+                    put_rows(m.ranges, rows, buffers[m.buffer])
 
         return wait
 
