@@ -139,31 +139,30 @@ class _Lowering:
         """First row of each unit in the buffer it is sent from or received into."""
         low = self.units.low[rows.unit]
         away = rows.owner != self.rank
-        for kinds, where in (((KV,), self.arena), ((DKV,), self.acc), ((Q,), self.q)):
-            some = away & np.isin(rows.kind, kinds)
-            low[some] = where.of(rows.unit[some])
+        for kind, where in ((KV, self.arena), (DKV, self.acc), (Q, self.q)):
+            some = away & (rows.kind == kind)
+            if some.any():
+                low[some] = where.of(rows.unit[some])
         return low
 
     def _sends(self, rows: _Rows) -> tuple[Message, ...]:
         low = self._row(rows)
-        found = np.isin(rows.kind, (OUT, DQ))  # counted from the first guest row
+        found = (rows.kind == OUT) | (rows.kind == DQ)  # counted from the first guest row
         low[found] = self.q.of(rows.unit[found]) - self.tokens
         return _messages(rows, rows.dst, low, SENDS)
 
     def _recvs(self, rows: _Rows) -> tuple[tuple[Message, ...], Runs, Runs]:
         """Messages, and where what lands is added: gradient rows, query rows."""
-        low, target, runs = self._row(rows), self._row(rows), []
-        for kinds in ((DKV,), (OUT, DQ)):
-            some = np.isin(rows.kind, kinds)
+        target = self._row(rows)
+        low, runs, size = target.copy(), [], []
+        for some in (rows.kind == DKV, (rows.kind == OUT) | (rows.kind == DQ)):
             ends = np.cumsum(rows.count[some])
             low[some] = ends - rows.count[some]
             order = np.argsort(rows.owner[some] != self.rank, kind="stable")  # own rows first
             runs.append(join_runs(*(c[some][order] for c in (low, target, rows.count))))
-            size = int(ends[-1]) if len(ends) else 0
-            if kinds == (DKV,):
-                self.landing_rows = max(self.landing_rows, size)
-            else:
-                self.answer_rows = max(self.answer_rows, size)
+            size.append(int(ends[-1]) if len(ends) else 0)
+        self.landing_rows = max(self.landing_rows, size[0])
+        self.answer_rows = max(self.answer_rows, size[1])
         return _messages(rows, rows.src, low, RECEIVES), runs[0], runs[1]
 
     def _pieces(self, unit: np.ndarray, row: np.ndarray, grad: np.ndarray) -> Group:
@@ -198,7 +197,9 @@ class _Lowering:
     def _groups(self, step: int) -> Iterator[Group]:
         """Own queries with what has just arrived (own keys at step 0), then guests."""
         keys = self.arrivals.during(step - 1).unit if step else self._own_units()
-        given = self.given.at(np.isin(self.given.k_unit, keys))
+        given = self.given
+        if len(given.step):
+            given = given.at(np.isin(given.k_unit, keys))
         if not len(given.step):
             if step:
                 yield self._keys(keys)._replace(queries=self.queries)

@@ -26,6 +26,22 @@ def test_a_small_row_is_planned_and_run():
     assert all(len(m["wall_s"]) == 1 and m["wall_s"][0] > 0 for m in run["methods"])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", packed.DISTRIBUTIONS)
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_rows_that_may_not_be_permuted_are_balanced_by_moving_queries(name, ranks):
+    r = packed.planned(name, 1 << 20, ranks, "contiguous", "sap")
+    assert r["worst_work_max_mean"] <= (1.25 if name == "giant" else 1.10)
+    assert r["tokens_max_mean"] <= 1.001
+    assert 0 < r["queries_percent"] < 10
+    assert r["peak_travelling_kv"] <= 2.0
+
+
+def test_gathers_cost_little():
+    found = packed.gathering(8192, 2)
+    assert found["share"] <= 0.05
+
+
 def test_nothing_is_timed_that_is_wrong(monkeypatch):
     wrong = Errors(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1.0), {}, dict.fromkeys(
         ("out", "lse", "dq", "dk", "dv"), 0.5))  # fmt: skip

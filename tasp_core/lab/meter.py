@@ -62,7 +62,7 @@ def attention_bytes(size: Size, plan: Plan, rank: int, dtype: str) -> int:
     """Bytes that a rank's attention sends in all layers, forward and backward, between Ulysses groups."""
     own = split_heads(size.heads, size.kv_heads, plan.intra)[rank % plan.intra]
     kv_heads = own.kv_high - own.kv_low
-    row = RowBytes.of(size.heads // plan.intra, kv_heads, size.dim // size.heads, dtype)
+    row = RowBytes.of(size.heads // plan.intra, kv_heads, size.dim // size.heads, BYTES[dtype])
     return size.layers * sum(
         wire_bytes(lower(plan, rank, backward=b), row, sent=True, backward=b) for b in (False, True)
     )

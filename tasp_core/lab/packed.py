@@ -1,8 +1,9 @@
 """`bench packed`: layouts x schedules x distributions of document lengths, planned and run.
 
-Planning: work and tokens max/mean over ranks, keys moved as a share of a plain ring's, steps,
-milliseconds to place a row and to compile one rank. Running: forward and backward of one SFT row on
-real ranks. Every plan is proved, and every method that is timed is first held against the oracle.
+Planning: work and tokens max/mean over ranks, keys (and queries with their answers) moved as a share
+of a plain ring's keys, steps, milliseconds to place a row, to make its hops and to compile one rank.
+Running: forward and backward of one SFT row on real ranks, and what gathering key rows costs beside
+the kernels. Every plan is proved, and every method that is timed is first held against the oracle.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ..check import check
@@ -22,12 +24,14 @@ from ..launch import launch
 from ..layout import Layout
 from ..lower import lower
 from ..plan import Plan, plan
+from ..schedules import KV
 from .lengths import row_lengths
 from .measure import Inputs, Judge, as_dict, run_rank, verify
 
 DISTRIBUTIONS = ("pretraining", "sft", "code", "giant")
 SEEDS = tuple(range(1000, 1005))
 PLANNED = (("balanced", "sap"), ("zigzag", "sap"), ("contiguous", "sap"))
+MOST_MOVING = 16  # ranks; contiguous rows move queries, which takes seconds to plan beyond that
 RUN = (("balanced", "sap"), ("zigzag", "ring"), ("zigzag", "tasp"), ("per_document", "all_gather"))
 
 
@@ -62,12 +66,21 @@ def planned(name: str, tokens: int, ranks: int, layout: str, schedule: str) -> d
         report = check(p)
         counts = p.layout.counts
         fresh = Documents.of([1, *docs.lengths[1:], docs.lengths[0] - 1])  # in no cache yet
+        place_ms = _cpu_ms(partial(_place, fresh, ranks, layout), 1)
+        hops, tokens_moved = p.hops(), p.tokens_moved(p.hops())
+        keys, queries = (
+            100.0 * float(tokens_moved[some].sum()) / ((ranks - 1) * tokens)
+            for some in (hops.kind == KV, hops.kind != KV)
+        )
         rows.append({
             "work_max_mean": report.balance,
             "tokens_max_mean": float(counts.max() / counts.mean()),
-            "moved_percent": 100.0 * float(report.tokens_sent.sum()) / ((ranks - 1) * tokens),
+            "moved_percent": keys,
+            "queries_percent": queries,
             "steps": p.schedule.num_steps(),
-            "place_ms": _cpu_ms(partial(_place, fresh, ranks, layout), 1),
+            "place_ms": place_ms,
+            "hops_ms": _cpu_ms(lambda: make(fresh).hops(backward=True), 1),  # noqa: B023
+            "again_ms": _cpu_ms(lambda: make(docs)),  # noqa: B023
             "compile_ms": _cpu_ms(partial(_compile, p, ranks // 2)),
             "peak_travelling_kv": report.peak_shards,
         })  # fmt: skip
@@ -125,6 +138,33 @@ def timed(tokens: int, ranks: int, repeats: int = 5) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def gathering(tokens: int = 32768, ranks: int = 8) -> dict[str, Any]:
+    """CPU seconds of one rank's key gathers and kernel calls, forward; medians over ranks."""
+    docs = Documents.of(row_lengths("pretraining", tokens, SEEDS[0]))
+    p = plan(docs, ranks, schedule="sap", layout="balanced")
+    gathers, kernels = [], []
+    for rank in range(ranks):
+        program = lower(p, rank)
+        q = torch.randn(program.tokens, 8, 64)
+        kv = torch.randn(program.tokens + program.arena_rows, 2, 128)
+        kernel, spent = resolve("auto", "cpu", q.dtype), [0.0, 0.0]
+        for compute in (s.compute for s in program.steps if s.compute):
+            rows = kv[compute.low : compute.low + compute.count]
+            start = time.process_time()
+            if compute.gather is not None:
+                rows = rows.index_select(0, torch.from_numpy(compute.gather))
+            spent[0] += time.process_time() - start
+            start = time.process_time()
+            for call in compute.calls:
+                kernel.forward(q, rows[..., :64], rows[..., 64:], call, 0.125)
+            spent[1] += time.process_time() - start
+        gathers.append(spent[0])
+        kernels.append(spent[1])
+    share = float(np.median(gathers) / np.median(kernels))
+    return {"tokens": tokens, "ranks": ranks, "gathers_s": gathers, "kernels_s": kernels,
+            "share": share}  # fmt: skip
+
+
 def packed(
     say: Callable[[str], None], *, tokens: int = 1 << 20, ranks: tuple[int, ...] = (8, 16, 64)
 ) -> dict[str, Any]:
@@ -133,17 +173,25 @@ def packed(
     say(_run_lines(run))
     rows = []
     say(f"{'distribution':<12} {'P':>3}  {'layout x schedule':<18} {'work':>6} {'tokens':>6} "
-        f"{'moved %':>8} {'steps':>5} {'place':>6} {'compile ms':>10}")  # fmt: skip
+        f"{'keys %':>8} {'q %':>5} {'steps':>5} {'place':>6} {'compile ms':>10}")  # fmt: skip
     for name in DISTRIBUTIONS:
         for n in ranks:
             for layout, schedule in PLANNED:
+                if layout == "contiguous" and n > MOST_MOVING:
+                    continue
                 r = planned(name, tokens, n, layout, schedule)
                 rows.append(r)
                 say(f"{name:<12} {n:>3}  {layout + ' ' + schedule:<18} {r['work_max_mean']:>6.3f} "
-                    f"{r['tokens_max_mean']:>6.3f} {r['moved_percent']:>8.3f} {r['steps']:>5.1f} "
+                    f"{r['tokens_max_mean']:>6.3f} {r['moved_percent']:>8.3f} "
+                    f"{r['queries_percent']:>5.2f} {r['steps']:>5.1f} "
                     f"{r['place_ms']:>6.1f} {r['compile_ms']:>10.1f}")  # fmt: skip
     config = {"tokens": tokens, "seeds": list(SEEDS)}
-    return {"right": run["right"], "config": config, "planned": rows, "run": run}
+    gathered = gathering()
+    say(
+        f"gathering key rows takes {gathered['share']:.1%} of the kernels' time, 4,096 tokens a rank"
+    )
+    return {"right": run["right"], "config": config, "planned": rows, "run": run,
+            "gathering": gathered}  # fmt: skip
 
 
 def _run_lines(run: dict[str, Any]) -> str:
