@@ -204,18 +204,23 @@ def demo(
 
 
 @app.command()
-def doctor(json_: Json = False) -> None:
-    """Versions, devices, kernels found and why others were not, and a ping between two real ranks."""
-    from .lab.doctor import examine
+def doctor(
+    ranks: Annotated[int, typer.Option(help="Ranks to fork and ping; under torchrun its own.")] = 2,
+    json_: Json = False,
+) -> None:
+    """Versions, devices, links, kernels found and why others were not, and a ping between real ranks."""
+    from .lab.doctor import end, examine, start
 
-    found = examine()
-    if json_:
+    first = start()
+    found = examine(ranks)
+    end()
+    if json_ and first:
         show(found)
-    else:
+    elif first:
         for key, value in found.items():
             console.print(f"{key}:")
             for name, text in value.items():
-                console.print(f"  {name:<12} {text}")
+                console.print(f"  {name:<14} {text}", markup=False)
     raise typer.Exit(0 if found["ranks"]["ping"].startswith("ok") else 1)
 
 

@@ -17,19 +17,8 @@ from tasp_core.lab.metrics import read
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
-    "--tokens",
-    "512",
-    "--rows",
-    "2",
-    "--steps",
-    "20",
-    "--save-every",
-    "4",
-    "--warmup",
-    "4",
-    "--lr",
-    "1e-3",
-]
+    "--tokens=512", "--rows=2", "--steps=20", "--save-every=4", "--warmup=4", "--lr=1e-3"
+]  # fmt: skip
 
 
 def start(out, ranks, *options):
