@@ -32,7 +32,15 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None,
 }  # fmt: skip
-KINDS = ("Llama", "Qwen2", "Qwen3", "Mistral")
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+KINDS = {  # name: kind of model and its options
+    "Llama": ("Llama", {}),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, a window in one layer": ("Qwen2", WINDOW),
+    "Qwen3": ("Qwen3", {}),
+    "Mistral, no window": ("Mistral", {"sliding_window": None}),
+    "Mistral": ("Mistral", {"sliding_window": 8}),
+}
 
 
 def model(kind="Llama", **options):
@@ -92,17 +100,18 @@ def every_kind(rank, group, p, ids):
         "Mistral": {"position_ids": positions[None].expand(ids.shape[0], -1), "cu_seqlens": cu},
     }
     found = {}
-    for kind in KINDS:
+    for name, (kind, options) in KINDS.items():
         given = (lambda docs: tasp.plan(docs, p.ranks)) if kind.startswith("Qwen") else p
         inputs = {"input_ids": ids, "labels": labels_of(ids), **told[kind]}
-        found[kind] = run(model(kind), p, group, given, **inputs)
+        found[name] = run(model(kind, **options), p, group, given, **inputs)
     return found
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (2, 1), (4, 2)])
 def test_logits_losses_and_gradients_are_the_stock_models(ranks, batch):
     ids = token_ids(batch)
-    wanted = {kind: stock(model(kind), ids, labels_of(ids)) for kind in KINDS}
+    wanted = {k: stock(model(kind, **o), ids, labels_of(ids)) for k, (kind, o) in KINDS.items()}
+    assert not torch.allclose(wanted["Mistral"][0], wanted["Mistral, no window"][0], atol=1e-3)
     for answer in tasp.launch(every_kind, ranks, tasp.plan(DOCS, ranks), ids):
         close(answer, wanted)
 
@@ -212,10 +221,12 @@ def test_inputs_that_do_not_fit_the_plan(inputs, message):
 
 def test_models_that_do_not_fit_the_plan():
     ids, p = token_ids(), tasp.plan(DOCS, 1)
+    windowed = tasp.plan(tasp.Documents.of(DOCS.lengths, window=4), 1)
     cases = [
         (model(attention_dropout=0.1).train(), p, "dropout 0.1, which no plan has"),
         (model(), tasp.plan(tasp.Documents.of(DOCS.lengths, causal=False), 1), "is causal, the plan full"),
-        (model("Mistral", sliding_window=8), p, "sliding window"),
+        (model("Mistral", sliding_window=8), windowed, "layer 0 has window 8, the plan 4; give the plan"),
+        (model(), windowed, "layer 0 has window None, the plan 4"),
     ]  # fmt: skip
     for net, given, message in cases:
         with pytest.raises(tasp.PlanError, match=message), sequence_parallel(net, given):
