@@ -136,7 +136,7 @@ def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
         found.append(max(tasp.launch(peak, ranks, s)))
         said.append(memory.predict(SIZES["test"], 1024 // ranks, ranks, s.recompute).total)
     assert found == pytest.approx(said, rel=0.15)
-    assert found[0] > 1.7 * found[1] > 2.8 * found[2]
+    assert found[0] > 1.6 * found[1] > 2.4 * found[2]
     del SIZES["test"]
     with pytest.raises(tasp.PlanError, match="not for 'none'"):
         memory.predict(SIZES["tiny"], 9, 1, "none")

@@ -83,7 +83,7 @@ class World:
         if not started:
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             where: dict[str, Any] = {} if "RANK" in os.environ else alone
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", **where)
+            dist.init_process_group("nccl" if gpu else "gloo", **where)
         mesh = init_device_mesh(kind, (parts, ranks), mesh_dim_names=("dp", "sp"))
         return cls(mesh, flat(mesh, "dp", "sp"), torch.device(kind))
 
