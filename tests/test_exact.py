@@ -25,6 +25,7 @@ from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
 DOCUMENTS = ((300,), (137, 2041, 89), (0, 137, 0, 1, 62), (1,) * 40, (7, 3))
 HEADS = ((4, 4), (8, 2), (6, 1))
 HEAD_DIM = 16
+EACH = 3  # rows and heads a plan
 BATCH = 120  # cases a launch
 
 
@@ -49,7 +50,10 @@ class Case(NamedTuple):
 
 
 def matrix(ranks: int) -> list[Case]:
-    """Every supported case at this P; each schedule also over two or more nodes where it can."""
+    """Every supported plan at this P, also over two or more nodes; documents and heads take turns.
+
+    Each plan runs with EACH rows and heads of the 15; over all plans every pair occurs.
+    """
     machines = [None, *[f"mesh{m}x{ranks // m}" for m in range(1, ranks) if ranks % m == 0][-1:]]
     keys = itertools.product(tasp.schedules(), machines, tasp.layouts(), (True, False))
     plans = [
@@ -57,9 +61,10 @@ def matrix(ranks: int) -> list[Case]:
         if tasp.supports([9], ranks, schedule=k[0], machine=k[1], layout=k[2])
         and (k[1] is None or k[0] not in ("ring", "tasp", "all_gather"))  # nodes change nothing
     ]  # fmt: skip
+    turns = itertools.product(enumerate(plans), range(EACH))
     return [
-        Case(ranks, s, m, lay, causal, d, h)
-        for (s, m, lay, causal), d, h in itertools.product(plans, DOCUMENTS, HEADS)
+        Case(ranks, *key, DOCUMENTS[(i + 2 * j) % len(DOCUMENTS)], HEADS[(i // 5 + j) % len(HEADS)])
+        for (i, key), j in turns
     ]
 
 
