@@ -81,6 +81,7 @@ NODES = (
     Method("TASP rails", "tasp_rails", "contiguous"),
     Method("double ring", "double_ring", "contiguous"),
     Method("wave", "wave", "contiguous"),
+    Method("paced", "paced", "contiguous"),
 )
 TALK: tuple[Mode, ...] = ("communication",)
 
