@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..documents import Documents
@@ -104,7 +104,7 @@ def cases(*, quick: bool = False) -> list[Case]:
         "packed", "mesh8", 50.0, tuple(row_lengths("sft", 16384, 1000).tolist()), PACKED, heads=8,
         kv_heads=2, backward=True, repeats=3,
     )  # fmt: skip
-    nodes = Case("nodes", "mesh4x2", 64.3, (8192,), NODES, False, repeats=4)
+    nodes = Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, 16, 16, repeats=5)
     if quick:
-        return [mesh[2], talk[0], Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, repeats=2)]
+        return [mesh[2], talk[0], replace(nodes, lengths=(512,), repeats=2)]
     return [*mesh, *talk, packed, nodes]
