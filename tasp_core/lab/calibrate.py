@@ -188,12 +188,18 @@ def kernels(
 
 
 def _fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """TFLOP/s and seconds a call, with equal relative weight on all lengths."""
-    columns = np.stack([np.asarray(flops) / 1e12, np.ones(len(flops))], axis=1)
-    weight = 1 / np.asarray(seconds)
-    slope, start = np.linalg.lstsq(columns * weight[:, None], np.ones(len(flops)), rcond=None)[0]
-    if start < 0:
-        slope, start = float(np.mean(np.asarray(seconds) / columns[:, 0])), 0.0
+    """TFLOP/s and seconds a call, with equal relative weight on all lengths.
+
+    Where noise would make one of them negative, a call costs nothing besides its work.
+
+    >>> [round(x, 9) for x in _fit([1e12, 2e12], [1.5, 2.5])], _fit([1e12, 2e12], [1.0, 0.5])
+    ([1.0, 0.5], (2.5, 0.0))
+    """
+    work, taken = np.asarray(flops) / 1e12, np.asarray(seconds)
+    columns = np.stack([work, np.ones(len(work))], axis=1) / taken[:, None]
+    slope, start = np.linalg.lstsq(columns, np.ones(len(work)), rcond=None)[0]
+    if slope <= 0 or start < 0:
+        return float(np.mean(work / taken)), 0.0
     return float(1 / slope), float(start)
 
 

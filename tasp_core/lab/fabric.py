@@ -32,8 +32,11 @@ from .wiring import Wire, wiring
 PREFIX = "taspfab-"
 BURST_S, LEAST_BURST, QUEUE_BYTES, MTU = 1e-3, 128 << 10, 16 << 20, 9000
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
-# Loss-free long queues: a sender need not probe for its rate, nor start slowly after a pause.
+# Loss-free long queues: a sender need not probe for its rate, start slowly after a pause, or send again
+# what is only waiting in a queue.
+ROUTE = "initcwnd 500 initrwnd 500 rto_min 30s"
 TUNING = {
+    "tcp_early_retrans": "0",
     "tcp_congestion_control": "reno",
     "tcp_slow_start_after_idle": "0",
     "tcp_no_metrics_save": "1",
@@ -180,7 +183,7 @@ class Fabric:
         """Addresses, routes and rates. Without 127.0.0.1, gloo takes the address that others reach."""
         ends, own = self._ends(rank), _address(rank)
         routes = [
-            f"route add {_address(peer)} dev {name} scope link src {own} initcwnd 500 initrwnd 500"
+            f"route add {_address(peer)} dev {name} scope link src {own} {ROUTE}"
             for peer, name in self.plan.via[rank].items()
         ]
         setup = ["link set lo up", "addr del 127.0.0.1/8 dev lo", f"addr add {own}/32 dev lo"]

@@ -33,7 +33,8 @@ def yield_cores() -> None:
 
 
 def drain(group: Any) -> None:
-    """Empty the token buckets of all ways between ranks, then meet."""
+    """Once the last pass is over on all ranks, empty the buckets of all ways between them, and meet."""
+    dist.barrier(group=group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     peers = [(rank + d) % ranks for d in range(1, ranks)]
     filler = torch.zeros(LEAST_BURST * 5 // 4, dtype=torch.uint8)

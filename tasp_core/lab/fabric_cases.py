@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..documents import Documents
@@ -81,6 +81,7 @@ NODES = (
     Method("TASP rails", "tasp_rails", "contiguous"),
     Method("double ring", "double_ring", "contiguous"),
     Method("wave", "wave", "contiguous"),
+    Method("paced", "paced", "contiguous"),
 )
 TALK: tuple[Mode, ...] = ("communication",)
 
@@ -90,7 +91,7 @@ def cases(*, quick: bool = False) -> list[Case]:
     mesh = [
         Case("mesh", "mesh8", mbit, (2240,), methods, causal, heads * (1 + causal), repeats=reps)
         for causal, methods in ((False, FULL), (True, CAUSAL))
-        for mbit, all_heads, reps in ((20.0, (4, 16), 4), (50.0, (4, 8, 16, 32), 5))
+        for mbit, all_heads, reps in ((20.0, (4, 16), 3), (50.0, (4, 8, 32), 5))
         for heads in all_heads
     ]
     talk = [
@@ -103,7 +104,7 @@ def cases(*, quick: bool = False) -> list[Case]:
         "packed", "mesh8", 50.0, tuple(row_lengths("sft", 16384, 1000).tolist()), PACKED, heads=8,
         kv_heads=2, backward=True, repeats=3,
     )  # fmt: skip
-    nodes = Case("nodes", "mesh4x2", 64.3, (8192,), NODES, False, repeats=4)
+    nodes = Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, 16, 16, repeats=5)
     if quick:
-        return [mesh[2], talk[0], Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, repeats=2)]
+        return [mesh[2], talk[0], replace(nodes, lengths=(512,), repeats=2)]
     return [*mesh, *talk, packed, nodes]

@@ -98,7 +98,7 @@ def _packed(case: Row) -> Iterable[Goal]:
 
 def _nodes(case: Row) -> Iterable[Goal]:
     rows = {row["label"]: row for row in case["methods"]}
-    for other in rows.keys() - {"wave"}:
+    for other in [label for label in rows if label not in ("wave", "paced")]:
         for mode in ("communication", "whole"):
             found = _over(case, mode, "wave", other)
             yield Goal(f"two nodes, wave against {other}, {mode}", 1.0, found)
