@@ -79,7 +79,7 @@ def is_stub(answer: Any) -> bool:
 
 
 def _guarded(answer: Any) -> Any:
-    """A function that raises UnfinishedError where the learner's returns a stub; other answers as they are."""
+    """A function that raises where the learner's returns a stub; other answers as they are."""
     if not callable(answer):
         return answer
 
