@@ -86,7 +86,11 @@ def strays(nb: Any) -> list[str]:
     prose = re.sub(r"^#+ .*$|`[^`]*`|\]\([^)]*\)|^\d+\. ", "", prose, flags=re.MULTILINE)
     prose = re.sub(r"\bunits? \d+( to \d+)?|arXiv \S+|\$[^$]*\$", "", prose)
     known = set(re.findall(r"\d+(?:\.\d+)?", computed.replace(",", "")))
-    return [x for x in re.findall(r"(?<![a-zA-Z\d.])\d+(?:\.\d+)?", prose.replace(",", "")) if x not in known]
+    return [
+        x
+        for x in re.findall(r"(?<![a-zA-Z\d.])\d+(?:\.\d+)?", prose.replace(",", ""))
+        if x not in known
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
