@@ -12,10 +12,10 @@
 # %% tags=["setup"]
 import torch
 import torch.distributed as dist
-from tasp_course import unit_00 as unit
 
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_00 as unit
 
 # %%
 visualize.topology(tasp.machine("mesh4"))

@@ -14,10 +14,10 @@
 
 # %% tags=["setup"]
 import torch
-from tasp_course import unit_01 as unit
 
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_01 as unit
 
 # %%
 visualize.mask(tasp.plan([64], 4, schedule="ring", layout="contiguous"), rank=3)

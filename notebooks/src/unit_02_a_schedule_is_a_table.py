@@ -13,10 +13,9 @@
 # *After how many steps has everybody seen everything? Which links are never used?*
 
 # %% tags=["setup"]
-from tasp_course import unit_02 as unit
-
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_02 as unit
 
 # %%
 plan = tasp.plan([64], 4, schedule="ring", layout="contiguous")

@@ -15,10 +15,10 @@
 # %% tags=["setup"]
 import torch
 import torch.distributed as dist
-from tasp_course import unit_03 as unit
 
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_03 as unit
 
 # %%
 plan = tasp.plan([240], 6, schedule="ring", layout="contiguous")

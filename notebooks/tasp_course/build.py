@@ -26,7 +26,6 @@ ROOT = HERE.parent
 SOURCES = HERE / "src"
 KINDS = ("learner", "solved")
 TAGS = ("setup", "exercise", "solution", "check")
-GUARDED = ("exercise", "check")  # where a learner's error must not stop the run
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 MAP = "<!-- units -->"
 MINUTES = re.compile(r"^#+ .*\((\d+) min\)\s*$", re.MULTILINE)
@@ -91,8 +90,8 @@ def notebook(source: Path, kind: str) -> Any:
     made = []
     for number, cell in enumerate(kept):
         marks = [t for t in tags(cell) if t in TAGS]
-        if kind == "learner" and cell.cell_type == "code" and set(marks) & set(GUARDED):
-            marks.append("raises-exception")
+        if kind == "learner" and cell.cell_type == "code":
+            marks.append("raises-exception")  # a learner's error does not stop the run
         text = cell.source.replace(MAP, unit_map()) if MAP in cell.source else cell.source
         head = cell.cell_type == "markdown" and text.startswith("#")
         slide = "slide" if head else "subslide" if {"exercise", "solution"} & set(marks) else "-"

@@ -3,6 +3,7 @@
 import math
 
 import torch
+
 from tasp_course.unit_01 import attend, fold
 
 

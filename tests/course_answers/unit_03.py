@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+
 from tasp_course.unit_03 import all_send_first
 
 
