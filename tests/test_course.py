@@ -84,7 +84,7 @@ def strays(nb: Any) -> list[str]:
         for out in cell.outputs:
             computed += f"\n{out.get('text', '')}{out.get('data', {}).get('text/plain', '')}"
     prose = re.sub(r"^#+ .*$|`[^`]*`|\]\([^)]*\)|^\d+\. ", "", prose, flags=re.MULTILINE)
-    prose = re.sub(r"\bunits? \d+( to \d+)?|arXiv \S+|\$[^$]*\$", "", prose)
+    prose = re.sub(r"\bunits? \d+( to \d+)?|arXiv \S+", "", prose)
     known = set(re.findall(r"\d+(?:\.\d+)?", computed.replace(",", "")))
     return [
         x

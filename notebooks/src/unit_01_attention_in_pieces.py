@@ -23,9 +23,11 @@ from tasp_course import unit_01 as unit
 visualize.mask(tasp.plan([64], 4, schedule="ring", layout="contiguous"), rank=3)
 
 # %% [markdown]
-# For one query with scores $s_1 \dots s_n$ and values $v_1 \dots v_n$:
+# A query has a **score** with each key, the two vectors' scaled product. With scores `s1, s2, ...` and
+# values `v1, v2, ...` of the keys it sees:
 #
-# $$\text{out} = \frac{\sum_i e^{s_i} v_i}{\sum_i e^{s_i}}, \qquad \text{lse} = \log \sum_i e^{s_i}$$
+#     out = (exp(s1) * v1 + exp(s2) * v2 + ...) / (exp(s1) + exp(s2) + ...)
+#     lse = log(exp(s1) + exp(s2) + ...)
 #
 # The **lse** (log-sum-exp) is the logarithm of the denominator. Attention kernels return it with the
 # output, and that is all one needs to go on later.
@@ -45,7 +47,7 @@ out.shape, lse.shape
 #
 # - `one`: a single key, with score 3?
 # - `eight`: eight keys, all with score 0?
-# - `two`: two keys, with scores 0 and 1000? (Think of float32: $e^{1000}$ overflows, the lse does not.)
+# - `two`: two keys, with scores 0 and 1000? (`exp(1000)` overflows, the lse does not.)
 # - `none`: no key at all?
 #
 # Use `math.log`, `math.inf` as you like.
@@ -68,8 +70,8 @@ unit.check_lse(predicted)
 #
 # The keys are cut into two sets. Each set gives its own `(out, lse)`. Over both sets together:
 #
-# $$\text{lse} = \log(e^{\text{lse}_1} + e^{\text{lse}_2}), \qquad
-#   \text{out} = e^{\text{lse}_1 - \text{lse}}\,\text{out}_1 + e^{\text{lse}_2 - \text{lse}}\,\text{out}_2$$
+#     lse = log(exp(lse1) + exp(lse2))
+#     out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 #
 # `torch.logaddexp` computes the first without overflow. Write `merge`: outputs are `[T, D]`, lses `[T]`.
 # A set may be empty: then its lse is `-inf` and its output 0. Both may be empty; the result is then

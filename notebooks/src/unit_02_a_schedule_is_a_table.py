@@ -8,7 +8,7 @@
 #
 # Four ranks hold a quarter of the keys and values each: rank 0's are called `kv0`. Queries stay at
 # home, so every rank must be visited by every `kv`. The oldest way: everybody passes on to its right
-# neighbour what came from the left. Drag the slider under the picture, or press play.
+# neighbour what came from the left. (In JupyterLab, drag the slider under the picture.)
 #
 # *After how many steps has everybody seen everything? Which links are never used?*
 
@@ -71,8 +71,9 @@ print(tasp.check(plan))
 # %% [markdown]
 # ## Exercise 2: find the fault (10 min)
 #
-# Three tables for four ranks, each with **one** wrong or missing hop. Look at A, B and C, find the
-# fault by eye, then repair: write the word to take out (or `""`) and the word to put in.
+# Three tables for four ranks, each with **one** wrong or missing hop: a rank sends what it does not
+# have yet, something never arrives, or a link carries two shares in a step. Find the fault by eye, then
+# repair: write the word to take out (or `""`) and the word to put in.
 
 # %% tags=["setup"]
 broken = unit.broken_tables()

@@ -79,8 +79,8 @@ def disjoint(n):
 unit.check_disjoint(disjoint)
 
 # %% [markdown]
-# For four and six ranks there is no solution (and for all other numbers there is one, as Tillson proved). The
-# package has a formula for every `n`, without a search:
+# For four and six ranks there is no solution; for all other numbers there is one, as Tillson proved.
+# The package has a formula for every `n`, without a search:
 
 # %%
 for n in (4, 6, 8, 9):

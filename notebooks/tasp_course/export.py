@@ -30,19 +30,23 @@ def execute(nb: Any, folder: Path, *, limit_s: int = LIMIT_S) -> Any:
     return client.execute()
 
 
+def to_html(done: Any) -> str:
+    """An executed notebook as a page."""
+    look = {"template_name": "course", "extra_template_basedirs": [str(HERE / "templates")]}
+    return str(HTMLExporter(**look).from_notebook_node(done)[0])
+
+
 def export(stems: list[str]) -> Iterator[Path]:
     """Write the pages of these units and the index; paths as they are written."""
-    look = {"template_name": "course", "extra_template_basedirs": [str(HERE / "templates")]}
-    page, slides = HTMLExporter(**look), SlidesExporter()
     to = HERE / "html"
     for path in [HERE / kind / f"{stem}.ipynb" for stem in stems for kind in KINDS]:
         done = execute(nbformat.read(path, as_version=4), path.parent)
-        yield _write(to / path.parent.name / f"{path.stem}.html", page.from_notebook_node(done)[0])
+        yield _write(to / path.parent.name / f"{path.stem}.html", to_html(done))
         if path.parent.name == "solved":
-            deck = slides.from_notebook_node(done)[0]
+            deck = SlidesExporter().from_notebook_node(done)[0]
             yield _write(to / "slides" / f"{path.stem}.slides.html", deck)
     index = execute(nbformat.read(HERE / "index.ipynb", as_version=4), HERE)
-    yield _write(to / "index.html", page.from_notebook_node(index)[0].replace(".ipynb", ".html"))
+    yield _write(to / "index.html", to_html(index).replace(".ipynb", ".html"))
     yield _write(to / "teacher.md", teachers_kit(units()))
 
 

@@ -40,8 +40,9 @@ def check_share(answer: Any) -> None:
     found = tasp.launch(answer, 4, numbers, timeout_s=30)
     for rank, (given, number) in enumerate(zip(found, numbers, strict=True)):
         right = number / sum(numbers)
+        expect(isinstance(given, float), f"rank {rank} should return a float, got {given!r}")
         hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {given}"
-        expect(isinstance(given, float) and abs(given - right) < 1e-6, hint)
+        expect(abs(given - right) < 1e-6, hint)
 
 
 check_recap = recap(
