@@ -14,7 +14,8 @@ NOTEBOOKS := ^ *\# notebooks
 OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
     requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
-.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow fabric-bench lint notebooks bench clean
+.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow test-course fabric-bench lint \
+    notebooks course bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -34,6 +35,9 @@ test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
 test-browser: $(VENV)/.notebooks-ok ## notebooks in JupyterLab and Chromium (needs Debian's chromium)
 	$(PY) -m pytest -m browser tests/browser
 
+test-course: $(VENV)/.notebooks-ok ## every notebook of the course from top to bottom, learner's and solved (minutes)
+	$(PY) -m pytest -m course tests/test_course.py
+
 test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outside (minutes)
 	$(PY) -m pytest -m slow
 
@@ -51,6 +55,9 @@ test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root,
 
 notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab
 	$(PY) -m jupyterlab notebooks/index.ipynb
+
+course: $(VENV)/.notebooks-ok ## build the course: notebooks, HTML, slides, teacher's kit in notebooks/html (minutes)
+	$(PY) -m tasp_course.build --html
 
 bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
 	@mkdir -p results

@@ -74,7 +74,10 @@ class Lab:
         quiet.mkdir(parents=True)  # no question about news over the page, no look for updates
         settings = '{"fetchNews": "false", "checkForUpdates": false}'
         (quiet / "notification.jupyterlab-settings").write_text(settings)
-        env |= {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        env |= {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/notebooks",
+        }
         command = [
             sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root",
             "--expose-app-in-browser", "--ip=127.0.0.1", f"--port={self.port}",
@@ -138,17 +141,29 @@ def browser_page() -> Iterator[Any]:
 
 def run_all(page: Any, *, limit_s: float = 120) -> None:
     """Run all cells and wait until the last has run."""
-    page.evaluate("() => { jupyterapp.commands.execute('notebook:run-all-cells'); }")
-    page.wait_for_function(
-        "[...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
-        ".every(p => /\\d/.test(p.textContent))",
-        timeout=1000 * limit_s,
+    page.evaluate(
+        "() => { window.allRan = false;"
+        " jupyterapp.commands.execute('notebook:run-all-cells').then(() => { window.allRan = true; }); }"
     )
+    page.wait_for_function("window.allRan", timeout=1000 * limit_s)
+
+
+def cells(page: Any) -> list[dict[str, Any]]:
+    """The notebook's cells with their outputs, those off the screen, too."""
+    return list(page.evaluate("jupyterapp.shell.currentWidget.content.model.toJSON().cells"))
 
 
 def errors(page: Any) -> list[str]:
-    """The tracebacks that are shown."""
-    return page.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts()
+    """The errors among the outputs."""
+    some = (o for c in cells(page) for o in c.get("outputs", ()))
+    return [f"{o['ename']}: {o['evalue']}" for o in some if o["output_type"] == "error"]
+
+
+def show(page: Any, text: str) -> None:
+    """Scroll to the first cell that has this text in its source."""
+    number = next(i for i, c in enumerate(cells(page)) if text in "".join(c["source"]))
+    page.evaluate("i => jupyterapp.shell.currentWidget.content.scrollToItem(i, 'start')", number)
+    page.wait_for_timeout(500)
 
 
 def figure(page: Any, number: int = 0) -> str:

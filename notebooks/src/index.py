@@ -1,0 +1,32 @@
+# %% [markdown]
+# # Sequence-parallel attention: the course
+#
+# One long row of tokens, many accelerators: who sends whose keys to whom, and when? You draw the
+# answer, prove it, run it on real processes of this machine, and predict how long it takes on others.
+# No GPU and no network are needed.
+#
+# <!-- units -->
+#
+# ## How a unit works
+#
+# It begins with a picture and a question. Then come exercises: a cell with `...` to be replaced, and
+# right below it a check. Run the check as often as you like. It says `still to do`, `not yet` with a
+# hint, or `right`; it never stops the notebook. Then there is something to play with, and five recap
+# questions. The solved notebooks are in `solved/`, under the same names.
+#
+# Half a day: units 1, 2, 5, 6. One day: 1 to 7. Begin with unit 0 in any case: it takes minutes and
+# shows whether everything works here:
+
+# %%
+import tasp_core as tasp
+
+print(tasp.launch(lambda rank, group: f"rank {rank} is here", 4))
+
+# %% [markdown]
+# What it is all about, in one picture: keys and values of five ranks, each cut into shares, each share
+# on a round trip of its own. Every link between two ranks is used, and none twice.
+
+# %%
+import visualize
+
+visualize.rings(tasp.plan([600, 90, 334], ranks=5, schedule="tasp"))

@@ -1,0 +1,183 @@
+# %% [markdown]
+# # 1. Attention in pieces
+#
+# Afterwards you can merge partial results exactly. Needs [unit 0](unit_00_set_up.ipynb).
+#
+# ## Picture and question (5 min)
+#
+# Attention compares every token's **query** with the **keys** of the tokens it may see, and mixes their
+# **values**. In the picture a row is a query, a column a key, a colour a pair that is computed. The
+# row's tokens lie on four ranks. The last rank has queries that see keys of *all* ranks, but those keys
+# arrive one after the other: each colour is one step.
+#
+# *Softmax divides by a sum over all keys. Can it be computed piece by piece, and is the result exact?*
+
+# %% tags=["setup"]
+import torch
+
+import tasp_core as tasp
+import visualize
+from tasp_course import unit_01 as unit
+
+# %%
+visualize.mask(tasp.plan([64], 4, schedule="ring", layout="contiguous"), rank=3)
+
+# %% [markdown]
+# A query has a **score** with each key, the two vectors' scaled product. With scores `s1, s2, ...` and
+# values `v1, v2, ...` of the keys it sees:
+#
+#     out = (exp(s1) * v1 + exp(s2) * v2 + ...) / (exp(s1) + exp(s2) + ...)
+#     lse = log(exp(s1) + exp(s2) + ...)
+#
+# The **lse** (log-sum-exp) is the logarithm of the denominator. Attention kernels return it with the
+# output, and that is all one needs to go on later.
+
+# %% tags=["setup"]
+from tasp_course.unit_01 import attend
+
+torch.manual_seed(0)
+q, k, v = (torch.randn(n, 8) for n in (3, 10, 10))
+out, lse = attend(q, k, v)
+out.shape, lse.shape
+
+# %% [markdown]
+# ## Exercise 1: predict an lse (10 min)
+#
+# Without running attention: what is the lse of a query that sees
+#
+# - `one`: a single key, with score 3?
+# - `eight`: eight keys, all with score 0?
+# - `two`: two keys, with scores 0 and 1000? (`exp(1000)` overflows, the lse does not.)
+# - `none`: no key at all?
+#
+# Use `math.log`, `math.inf` as you like.
+
+# %% tags=["exercise"]
+import math
+
+predicted = {"one": ..., "eight": ..., "two": ..., "none": ...}
+
+# %% tags=["solution"]
+import math
+
+predicted = {"one": 3, "eight": math.log(8), "two": 1000, "none": -math.inf}
+
+# %% tags=["check"]
+unit.check_lse(predicted)
+
+# %% [markdown]
+# ## Exercise 2: merge two results (12 min)
+#
+# The keys are cut into two sets. Each set gives its own `(out, lse)`. Over both sets together:
+#
+#     lse = log(exp(lse1) + exp(lse2))
+#     out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
+#
+# `torch.logaddexp` computes the first without overflow. Write `merge`: outputs are `[T, D]`, lses `[T]`.
+# A set may be empty: then its lse is `-inf` and its output 0. Both may be empty; the result is then
+# `(0, -inf)` again, not `nan`.
+
+
+# %% tags=["exercise"]
+def merge(out1, lse1, out2, lse2):
+    return ..., ...
+
+
+# %% tags=["solution"]
+def merge(out1, lse1, out2, lse2):
+    lse = torch.logaddexp(lse1, lse2)
+    base = torch.where(lse == -torch.inf, 0.0, lse)  # -inf minus -inf would be nan
+    weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
+    return weight1[:, None] * out1 + weight2[:, None] * out2, lse
+
+
+# %% tags=["check"]
+unit.check_merge(merge)
+
+# %% [markdown]
+# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two:
+
+# %% tags=["setup"]
+from tasp_core.merge import merge as library_merge
+
+# %%
+first, second = attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:])
+unit.merge_heads(library_merge, *first, *second)[0] - out
+
+# %% [markdown]
+# Differences of that size are the rounding of float32, not an approximation: piece by piece is *exact*.
+#
+# ## Exercise 3: stream unequal blocks (12 min)
+#
+# Keys and values come as a stream of blocks `(k, v)` of different lengths, some of them empty. Memory
+# holds **one** block at a time: it is overwritten when the next one comes, so keep `(out, lse)` only.
+# Begin with the empty state. `attend` works for empty blocks, too.
+
+
+# %% tags=["exercise"]
+def stream(q, blocks):
+    out, lse = torch.zeros_like(q), torch.full((len(q),), -torch.inf)
+    for k, v in blocks:
+        pass
+    return ...
+
+
+# %% tags=["solution"]
+def stream(q, blocks):
+    out, lse = torch.zeros_like(q), torch.full((len(q),), -torch.inf)
+    for k, v in blocks:
+        out, lse = unit.merge_heads(library_merge, out, lse, *attend(q, k, v))
+    return out
+
+
+# %% tags=["check"]
+unit.check_stream(stream)
+
+# %% [markdown]
+# ## Play (6 min)
+#
+# Four real ranks. Each holds some of the keys, all of them the queries. They exchange `(out, lse)`
+# only, and each merges. Change the number of ranks, multiply the scores by a large number, give one
+# rank no key: is the error still that of rounding?
+
+
+# %%
+def attend_together(rank, group, ranks):
+    mine = slice(len(k) * rank // ranks, len(k) * (rank + 1) // ranks)
+    part = [x.contiguous() for x in attend(q, k[mine], v[mine])]
+    parts = [[torch.empty_like(x) for _ in range(ranks)] for x in part]
+    for x, into in zip(part, parts, strict=True):
+        torch.distributed.all_gather(into, x, group=group)
+    return unit.fold(zip(*parts, strict=True))
+
+
+ranks = 4
+results = tasp.launch(attend_together, ranks, ranks)
+[f"{(found - out).abs().max():.1e}" for found, _ in results]
+
+# %% [markdown]
+# Where do pieces come from? Move the sliders: one rank's pairs, step by step.
+
+# %%
+from visualize.widgets import explore_mask
+
+explore_mask(lengths="64", layout="contiguous", rank=3)
+
+# %% [markdown]
+# ## Recap (5 min)
+#
+# 1. Does the order in which pieces are merged change the exact result, `"yes"` or `"no"`?
+# 2. What is the lse of no key? (a float)
+# 3. Two pieces have equal lse. What is the weight of the first one's output?
+# 4. A piece of 5 keys has output all 2.0, one of 5 other keys 6.0; all scores are equal. The merged
+#    output?
+# 5. Outputs have `D` numbers a query and head. How many more must travel so that they can be merged?
+
+# %% tags=["exercise"]
+recap = [..., ..., ..., ..., ...]
+
+# %% tags=["solution"]
+recap = ["no", -math.inf, 0.5, 4.0, 1]
+
+# %% tags=["check"]
+unit.check_recap(recap)

@@ -1,0 +1,204 @@
+# %% [markdown]
+# # 3. From table to ranks
+#
+# Afterwards you can run a schedule on real ranks, and explain deadlock and overlap. Needs
+# [unit 2](unit_02_a_schedule_is_a_table.ipynb).
+#
+# ## Picture and question (5 min)
+#
+# A proved table still has to become calls. For one rank, `lower` turns it into a program: in each step
+# the messages to post, the keys to compute on meanwhile, and where in memory what arrives will lie. The
+# picture shows that memory: what lies in it, step by step.
+#
+# *The ring visits every rank with every key. Why is room for two enough, however many ranks there are?*
+
+# %% tags=["setup"]
+import torch
+import torch.distributed as dist
+
+import tasp_core as tasp
+import visualize
+from tasp_course import unit_03 as unit
+
+# %%
+plan = tasp.plan([240], 6, schedule="ring", layout="contiguous")
+visualize.memory(plan, rank=0)
+
+# %%
+for t, step in enumerate(tasp.lower(plan, 0).steps):
+    out = [f"send kv{m.owner} to {m.peer}" for m in step.sends]
+    into = [f"receive kv{m.owner} from {m.peer} at row {m.low}" for m in step.recvs]
+    print(f"step {t}:", ", ".join(out + into), "| compute" if step.compute else "")
+
+# %% [markdown]
+# ## Exercise 1: a step on four ranks (15 min)
+#
+# Point-to-point messages of `torch.distributed`:
+#
+#     work = dist.isend(tensor, dst, group)      # begins to send, returns at once
+#     work = dist.irecv(tensor, src, group)      # begins to receive into `tensor`, returns at once
+#     work.wait()                                # returns when that is done
+#
+# Write `move`: it runs **one** step on one rank. `hops` lists `(src, dst, owner)` of all ranks; most do
+# not concern this one. `held` maps an owner to the tensor of its keys: send from it, and put into it
+# what arrives. All tensors have four numbers. Wait before you return.
+
+
+# %% tags=["exercise"]
+def move(rank, group, hops, held):
+    return ...
+
+
+# %% tags=["solution"]
+def move(rank, group, hops, held):
+    arriving, works = {}, []
+    for src, dst, owner in hops:
+        if src == rank:
+            works.append(dist.isend(held[owner], dst, group))
+        if dst == rank:
+            arriving[owner] = torch.empty(4)
+            works.append(dist.irecv(arriving[owner], src, group))
+    for work in works:
+        work.wait()
+    held.update(arriving)
+    return held
+
+
+# %% tags=["check"]
+unit.check_move(move)
+
+# %% [markdown]
+# ## Exercise 2: an order that hangs (12 min)
+#
+# `dist.send` and `dist.recv` are the same without `i`: they return only when the message is through.
+# Below every rank first sends to its right neighbour. Nobody receives, so nobody's send ends: a
+# **deadlock**. `launch` gives up after `timeout_s` and says who hung.
+
+# %% tags=["setup"]
+from tasp_course.unit_03 import all_send_first
+
+# %%
+try:
+    tasp.launch(all_send_first, 4, timeout_s=3)
+except tasp.RankError as error:
+    print(error.errors)
+
+# %% [markdown]
+# Repair it with `send` and `recv` alone: choose for each rank which comes first. It must work for even
+# and odd numbers of ranks. Return the number that came from the left neighbour.
+
+
+# %% tags=["exercise"]
+def turn(rank, group, own):
+    n = dist.get_world_size(group)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    mine, got = torch.tensor([own]), torch.empty(1)
+    return ...
+
+
+# %% tags=["solution"]
+def turn(rank, group, own):
+    n = dist.get_world_size(group)
+    right, left = (rank + 1) % n, (rank - 1) % n
+    mine, got = torch.tensor([own]), torch.empty(1)
+    if rank % 2:
+        dist.recv(got, left, group)
+    dist.send(mine, right, group)
+    if rank % 2 == 0:
+        dist.recv(got, left, group)
+    return float(got)
+
+
+# %% tags=["check"]
+unit.check_turn(turn)
+
+# %% [markdown]
+# With `isend` and `irecv` order matters less: both are under way before anybody waits. So the
+# [executor](../../tasp_core/transport.py) posts all messages of a step, computes, and waits last.
+#
+# ## Exercise 3: two buffers are enough (12 min)
+#
+# Posting first has a price: while step `t` is computed, what arrives may not overwrite what is still
+# being read or sent. Each arriving share **lives** from the step in which it arrives to the step in
+# which it is last used, both included. For the ring on six ranks:
+
+# %% tags=["setup"]
+lives = unit.ring_lives(6)
+
+# %%
+lives
+
+# %% [markdown]
+# Write `slots(lives)`: for each share the number of the slot it lies in, counted from 0. Lives that
+# overlap, even in one step, need different slots. Use as few slots as possible. Lives are sorted by
+# arrival.
+
+
+# %% tags=["exercise"]
+def slots(lives):
+    return ...
+
+
+# %% tags=["solution"]
+def slots(lives):
+    ends, chosen = [], []  # the last step in which each slot is in use
+    for first, last in lives:
+        slot = next((i for i, end in enumerate(ends) if end < first), len(ends))
+        ends[slot : slot + 1] = [last]
+        chosen.append(slot)
+    return chosen
+
+
+# %% tags=["check"]
+unit.check_slots(slots)
+
+# %% [markdown]
+# ## Play (10 min)
+#
+# Why all this? To compute *while* messages travel. The same plan on a machine with slow links, with and
+# without overlap. Make `tokens` larger or smaller: when does overlap help most, and by what factor can
+# it ever help?
+
+# %%
+tokens = 48_000
+longer = tasp.plan(tasp.Documents.of([tokens], causal=False), 4, schedule="ring", machine=unit.SLOW)
+visualize.timeline(
+    [
+        (name, tasp.simulate(longer, heads=8, head_dim=128, overlap=name == "overlapped"))
+        for name in ("overlapped", "one after the other")
+    ]
+)
+
+# %% [markdown]
+# And the whole thing, on four real processes: your tables of unit 2 in, exact attention out.
+
+
+# %%
+def attend(rank, group):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(small.docs.total, heads, 32) for heads in (4, 2, 2))
+    q, k, v = (tasp.shard(x, small, rank) for x in (q, k, v))
+    return tasp.attention(q, k, v, small, group)
+
+
+small = tasp.plan([300, 45], 4, schedule="ring")
+out = tasp.unshard(tasp.launch(attend, 4), small)
+unit.error_against_float64(out, small.docs)
+
+# %% [markdown]
+# ## Recap (6 min)
+#
+# 1. Which call returns before the message is through: `"send"` or `"isend"`?
+# 2. All of 3 ranks call `dist.recv` first. How many of them hang?
+# 3. A rank relays along the ring of 64 ranks. How many slots for travelling keys does it need?
+# 4. A step computes for 3 ms and communicates for 5 ms. How many ms does it take with overlap?
+# 5. And the largest speed-up that overlap can ever give, as a factor?
+
+# %% tags=["exercise"]
+recap = [..., ..., ..., ..., ...]
+
+# %% tags=["solution"]
+recap = ["isend", 3, 2, 5, 2]
+
+# %% tags=["check"]
+unit.check_recap(recap)

@@ -1,0 +1,177 @@
+# %% [markdown]
+# # 5. Machines are graphs
+#
+# Afterwards you can read a link matrix, and see what one ring leaves unused. Needs
+# [unit 2](unit_02_a_schedule_is_a_table.ipynb).
+#
+# ## Picture and question (5 min)
+#
+# Eight accelerators, two ways to join them. On the left every two have a **link** of their own (AMD
+# MI300X). On the right each has one fat **port** to a switch (NVIDIA H100). The planner knows both as
+# ranks and *resources*, each with a capacity in GB/s.
+#
+# *Each rank sends to its right neighbour only. Which of the two machines is badly used?*
+
+# %% tags=["setup"]
+import tasp_core as tasp
+import visualize
+from tasp_course import unit_05 as unit
+
+# %%
+mesh, switch = tasp.machine("mi300x"), tasp.machine("h100")
+visualize.topology(mesh)
+
+# %%
+visualize.topology(switch)
+
+# %% [markdown]
+# What a message uses, and how fast it can be, depends on the pair:
+
+# %%
+for where in (mesh, switch, tasp.machine("h100x2")):
+    for src, dst in ((0, 1), (1, where.ranks - 1)):
+        print(where.name, f"{src}>{dst}", where.resources(src, dst), where.route_gbps(src, dst))
+
+# %% [markdown]
+# ## Exercise 1: build three machines (10 min)
+#
+# `tasp.Machine(name, node_size, num_nodes, link_gbps=, port_gbps=, nic_gbps=)`: links join every two
+# ranks of a node, ports go to the node's switch, NICs join nodes. Build
+#
+# - `mesh`: four ranks, a link of 50 GB/s between every two;
+# - `switch`: eight ranks on a switch, ports of 450 GB/s, no links;
+# - `cluster`: two nodes of four ranks, links of 64 GB/s inside, a NIC of 25 GB/s a rank.
+
+# %% tags=["exercise"]
+machines = {"mesh": ..., "switch": ..., "cluster": ...}
+
+# %% tags=["solution"]
+machines = {
+    "mesh": tasp.Machine("mesh", 4, link_gbps=50),
+    "switch": tasp.Machine("switch", 8, port_gbps=450),
+    "cluster": tasp.Machine("cluster", 4, 2, link_gbps=64, nic_gbps=25),
+}
+
+# %% tags=["check"]
+unit.check_machines(machines)
+
+# %% [markdown]
+# ## Exercise 2: the load of a schedule (12 min)
+#
+# Words say who sends to whom; a machine says which resources that uses. Write `load(words, machine)`: a
+# dict from each resource that is used to the number of shares it carries in all.
+# `unit.ends("t3 2>5 kv1.4")` gives `(2, 5)`; `machine.resources(src, dst)` gives the names.
+
+
+# %% tags=["exercise"]
+def load(words, machine):
+    return ...
+
+
+# %% tags=["solution"]
+def load(words, machine):
+    found = {}
+    for word in words:
+        for name in machine.resources(*unit.ends(word)):
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+# %% tags=["check"]
+unit.check_load(load)
+
+# %% [markdown]
+# One ring on the mesh of eight, against a plan that cuts keys into shares and sends them over all links
+# at once. A cell of the matrix is a link; empty ones are bought and unused:
+
+# %%
+ring = tasp.plan([1024], 8, schedule="ring", machine=mesh)
+rings = tasp.plan([1024], 8, schedule="tasp", machine=mesh)
+visualize.links([("one ring", ring), ("many rings", rings)])
+
+# %%
+for plan in (ring, rings):
+    report = tasp.check(plan)
+    print(f"{plan.schedule.name}: {report.busy:.0%} of the links are busy in a step")
+
+# %% [markdown]
+# The least time in which *any* schedule can bring all keys to all ranks, with one GB of them a rank, is
+# the **cut bound**: bytes that must enter a rank (or a node), over what can enter it a second.
+
+# %%
+for where in (mesh, switch, tasp.machine("h100x2")):
+    print(f"{where.name:7} {1000 * tasp.cut_bound(where, 1e9):.1f} ms")
+
+# %% [markdown]
+# ## Exercise 3: read a real machine (12 min)
+#
+# On a machine with NVIDIA GPUs, `nvidia-smi topo -m` prints a matrix. `NV4` means four NVLinks between
+# the two, `SYS`, `PIX`, `PHB`, `NODE` ways through the host, `X` the GPU itself. A real one, of eight
+# V100:
+
+# %% tags=["setup"]
+text = (unit.TOPOLOGIES / "v100_cube.txt").read_text()
+
+# %%
+print(text[: text.index("Legend")])
+
+# %% [markdown]
+# Write `nvlinks(text)`: a list of lists, the number of NVLinks between each two GPUs, 0 where there is
+# none. Lines of GPUs begin with `GPU` and a digit, right at the line's begin (the header is indented);
+# columns of NICs and affinities do not belong to the answer.
+
+
+# %% tags=["exercise"]
+def nvlinks(text):
+    return ...
+
+
+# %% tags=["solution"]
+def nvlinks(text):
+    rows = [line.split() for line in text.splitlines() if line.startswith("GPU")]
+    cells = [row[1 : len(rows) + 1] for row in rows]
+    return [[int(c[2:]) if c.startswith("NV") else 0 for c in row] for row in cells]
+
+
+# %% tags=["check"]
+unit.check_nvlinks(nvlinks)
+
+# %% [markdown]
+# The planner reads such files itself; pairs without NVLink go through the hosts:
+
+# %%
+cube = tasp.machine(unit.TOPOLOGIES / "v100_cube.txt")
+visualize.topology(cube)
+
+# %% [markdown]
+# ## Play (6 min)
+#
+# Break something: a dead link, a slow NIC. Which way do messages take, and what does the bound say?
+# (`degraded` refuses what would leave two ranks without a way.)
+
+# %%
+hurt = tasp.machine("mesh4").degraded({"link 0>1": 0, "link 2>3": 10})
+print(hurt.resources(0, 1), f"{1000 * tasp.cut_bound(hurt, 1e9):.1f} ms")
+
+# %%
+from visualize.widgets import explore_machine
+
+explore_machine(machine="mi300x")
+
+# %% [markdown]
+# ## Recap (5 min)
+#
+# 1. How many links does a full mesh of 8 ranks have, if the two directions count as two?
+# 2. How many of them carry something in a step of one ring?
+# 3. Links of 50 GB/s, 4 ranks, full mesh: how many GB/s can enter a rank?
+# 4. A hop from rank 0 to rank 9 on `h100x2`: over `"port"` or `"nic"`?
+# 5. On which machine does one ring already fill what a rank has: `"mesh"` or `"switch"`?
+
+# %% tags=["exercise"]
+recap = [..., ..., ..., ..., ...]
+
+# %% tags=["solution"]
+recap = [56, 8, 150, "nic", "switch"]
+
+# %% tags=["check"]
+unit.check_recap(recap)

@@ -1,0 +1,56 @@
+"""Execute notebooks; write them as HTML pages and slides, and the teacher's kit beside them.
+
+HTML pages show every figure without a server. Slides load reveal.js from the address in their file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter, SlidesExporter
+
+from .build import HERE, KINDS, units
+from .kit import teachers_kit
+
+LIMIT_S = 60
+
+
+def execute(nb: Any, folder: Path, *, limit_s: int = LIMIT_S) -> Any:
+    """The notebook, executed in a folder; widgets leave their SVG, not their state.
+
+    Raises:
+        CellExecutionError: a cell that is not marked as the learner's raised.
+    """
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(nb, timeout=limit_s, store_widget_state=False, resources=resources)
+    return client.execute()
+
+
+def to_html(done: Any) -> str:
+    """An executed notebook as a page."""
+    look = {"template_name": "course", "extra_template_basedirs": [str(HERE / "templates")]}
+    return str(HTMLExporter(**look).from_notebook_node(done)[0])
+
+
+def export(stems: list[str]) -> Iterator[Path]:
+    """Write the pages of these units and the index; paths as they are written."""
+    to = HERE / "html"
+    for path in [HERE / kind / f"{stem}.ipynb" for stem in stems for kind in KINDS]:
+        done = execute(nbformat.read(path, as_version=4), path.parent)
+        yield _write(to / path.parent.name / f"{path.stem}.html", to_html(done))
+        if path.parent.name == "solved":
+            deck = SlidesExporter().from_notebook_node(done)[0]
+            yield _write(to / "slides" / f"{path.stem}.slides.html", deck)
+    index = execute(nbformat.read(HERE / "index.ipynb", as_version=4), HERE)
+    yield _write(to / "index.html", to_html(index).replace(".ipynb", ".html"))
+    yield _write(to / "teacher.md", teachers_kit(units()))
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

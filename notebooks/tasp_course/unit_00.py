@@ -1,0 +1,54 @@
+"""Unit 0, set-up: checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tasp_core as tasp
+from tasp_core.lab.doctor import examine
+
+from .verdict import exercise, expect, recap
+
+
+@exercise
+def check_kernels(answer: Any) -> None:
+    """The names of the kernels that the doctor finds usable."""
+    usable = [name for name, text in examine()["kernels"].items() if text.startswith("ok")]
+    expect(isinstance(answer, list), "a list of names is asked for")
+    unknown = [name for name in answer if name not in usable]
+    expect(not unknown, f"the line of {unknown[:1]} does not begin with ok")
+    expect(sorted(answer) == sorted(usable), f"{len(usable)} lines begin with ok")
+
+
+@exercise
+def check_hello(answer: Any) -> None:
+    """A greeting of each rank, with rank and number of ranks in it."""
+    for ranks in (4, 3):
+        said = tasp.launch(answer, ranks, timeout_s=30)
+        for rank, words in enumerate(said):
+            wanted = f"rank {rank} of {ranks}"
+            expect(
+                words == wanted,
+                f"of {ranks} ranks, rank {rank} should say {wanted!r}, not {words!r}",
+            )
+
+
+@exercise
+def check_share(answer: Any) -> None:
+    """Each rank's number over the sum of all ranks' numbers."""
+    numbers = [1.0, 5.0, 2.0, 8.0]
+    found = tasp.launch(answer, 4, numbers, timeout_s=30)
+    for rank, (given, number) in enumerate(zip(found, numbers, strict=True)):
+        right = number / sum(numbers)
+        expect(isinstance(given, float), f"rank {rank} should return a float, got {given!r}")
+        hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {given}"
+        expect(abs(given - right) < 1e-6, hint)
+
+
+check_recap = recap(
+    (7, "one result for each rank"),
+    (6, "ranks are numbered from 0"),
+    (3, "processes do not share variables"),
+    (6, "every rank's x is added up: 0 + 1 + 2 + 3"),
+    ("wait", "a collective needs all ranks of the group"),
+)

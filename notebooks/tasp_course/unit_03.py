@@ -1,0 +1,117 @@
+"""Unit 3, from table to ranks: an order that hangs, lives of shares, a slow machine, checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tasp_core import Documents, Machine
+from tasp_core.kernels import oracle
+from tasp_core.schedules import Hops
+
+from .real import on_ranks
+from .tables import ring_words
+from .verdict import exercise, expect, recap
+
+SLOW = Machine("slow", 4, link_gbps=25.0, tflops=100.0, source="invented, for this unit")
+Life = tuple[int, int]
+
+
+def all_send_first(rank: int, group: Any) -> float:
+    """Every rank sends to the right before it receives from the left: a deadlock."""
+    n = dist.get_world_size(group)
+    got = torch.empty(1)
+    dist.send(torch.tensor([float(rank)]), (rank + 1) % n, group)
+    dist.recv(got, (rank - 1) % n, group)
+    return float(got)
+
+
+def ring_lives(n: int) -> list[Life]:
+    """(arrival, last use) of what a rank of a ring receives: computed on and sent on a step later."""
+    return [(t, t + 1) for t in range(n - 1)]
+
+
+def error_against_float64(out: Tensor, docs: Documents) -> float:
+    """Largest difference from attention on one process in float64, on the inputs of seed 0."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(docs.total, heads, 32) for heads in (4, 2, 2))
+    return float((out - oracle(q, k, v, docs)["out"]).abs().max())
+
+
+def _steps(words: list[str]) -> list[list[tuple[int, int, int]]]:
+    hops = Hops.parse(words)
+    rows = list(zip(*(c.tolist() for c in hops[:4]), strict=True))
+    return [[r[1:] for r in rows if r[0] == t] for t in range(int(hops.step.max()) + 1)]
+
+
+@exercise
+def check_move(answer: Any) -> None:
+    """Whole schedules, step by step, on four ranks: a ring, and a direct exchange."""
+    data = np.random.default_rng(3).normal(size=(4, 4)).astype("float32")
+    direct = [f"t0 {r}>{(r + d) % 4} kv{r}.0" for r in range(4) for d in (1, 2, 3)]
+
+    def run(rank: int, group: Any, steps: list[Any]) -> dict[int, Any]:
+        held = {rank: torch.from_numpy(data[rank].copy())}
+        for hops in steps:
+            held = answer(rank, group, hops, held)
+        return {owner: x.numpy() for owner, x in held.items()}
+
+    for what, words in (("the ring", ring_words(4)), ("all at once", direct)):
+        found = on_ranks(run, 4, _steps(words))
+        for rank, held in enumerate(found):
+            lost = [owner for owner in range(4) if owner not in held]
+            expect(not lost, f"{what}: in the end rank {rank} does not hold kv{lost[:1]}")
+            bad = [o for o in range(4) if not np.array_equal(held[o], data[o])]
+            expect(not bad, f"{what}: what rank {rank} has as kv{bad[:1]} are not that rank's keys")
+
+
+@exercise
+def check_turn(answer: Any) -> None:
+    """Numbers go one rank to the right, on four and on three ranks, by blocking calls."""
+    own = [2.5, -1.0, 7.0, 0.125]
+
+    def run(rank: int, group: Any) -> Any:
+        return answer(rank, group, own[rank])
+
+    for n in (4, 3):
+        for rank, got in enumerate(on_ranks(run, n)):
+            right = own[(rank - 1) % n]
+            expect(got == right, f"{n} ranks: rank {rank} should get {right}, it got {got}")
+
+
+def _most_alive(lives: list[Life]) -> int:
+    steps = range(max(last for _, last in lives) + 1)
+    return max(sum(first <= t <= last for first, last in lives) for t in steps)
+
+
+@exercise
+def check_slots(answer: Any) -> None:
+    """Slots of lives: a ring's, one at a time, and a mixed lot."""
+    mixed = [(0, 3), (0, 1), (1, 1), (2, 5), (3, 4), (4, 4), (5, 6), (6, 8)]
+    for lives in (ring_lives(6), ring_lives(2), [(t, t) for t in range(4)], mixed):
+        given = list(answer(lives))
+        expect(len(given) == len(lives), f"{lives}: {len(lives)} numbers, please")
+        for i, (first, _) in enumerate(lives):
+            clash = [j for j in range(i) if given[j] == given[i] and lives[j][1] >= first]
+            expect(
+                not clash,
+                f"{lives}: number {i} overwrites number {clash[:1]}, which is still in use",
+            )
+        fewest = _most_alive(lives)
+        expect(
+            set(given) == set(range(fewest)),
+            f"{lives}: slots 0 to {fewest - 1} are enough and needed",
+        )
+
+
+check_recap = recap(
+    ("isend", "the i is for immediate"),
+    (3, "nobody has sent"),
+    (2, "one is read and sent on, the next arrives"),
+    (5, "the longer of the two"),
+    (2, "two things side by side instead of one after the other"),
+)

@@ -1,0 +1,58 @@
+"""Unit 4, causal work and balance: checks against what the planner counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import tasp_core as tasp
+
+from .verdict import exercise, expect, recap
+
+
+@exercise
+def check_work(answer: Any) -> None:
+    """Pairs by rank and step of a contiguous ring."""
+    for n, b in ((4, 8), (3, 5), (1, 4)):
+        plan = tasp.plan([n * b], n, schedule="ring", layout="contiguous")
+        right = tasp.check(plan).work
+        given = np.array(answer(n, b))
+        expect(given.shape == right.shape, f"n = {n}: {n} lists of {n} numbers, please")
+        for r, t in np.argwhere(given != right)[:1]:
+            case = "own keys" if t == 0 else "earlier keys" if t <= r else "later keys"
+            expect(False, f"n = {n}, b = {b}, rank {r}, step {t} ({case}): not {given[r, t]}")
+
+
+@exercise
+def check_zigzag(answer: Any) -> None:
+    """Tokens of every rank."""
+    for n, total in ((4, 32), (3, 6), (1, 8), (5, 40)):
+        plan = tasp.plan([total], n, schedule="ring", layout="zigzag")
+        given = [list(answer(rank, n, total)) for rank in range(n)]
+        seen = sorted(x for tokens in given for x in tokens)
+        what = f"n = {n}, total = {total}"
+        expect(seen == list(range(total)), f"{what}: every token once, please")
+        for rank in range(n):
+            right = plan.tokens(rank).tolist()
+            expect(
+                given[rank] == right, f"{what}: rank {rank} should not hold {given[rank][:6]}..."
+            )
+
+
+@exercise
+def check_bound(answer: Any) -> None:
+    """Busiest rank over the mean, for long contiguous rows."""
+    for n in (1, 2, 3, 8, 64):
+        plan = tasp.plan([500 * n], n, schedule="ring", layout="contiguous")
+        right, given = tasp.check(plan).balance, answer(n)
+        expect(abs(given / right - 1) < 0.01, f"n = {n}: counted is {right:.3f}, not {given:.3f}")
+
+
+check_recap = recap(
+    (10, "1 + 2 + 3 + 4"),
+    (1, "its later steps bring keys that come after all its queries"),
+    (6, "block 1 from the back, of blocks 0 to 7"),
+    (2.0, "2 - 1 / n"),
+    (1.0, "each rank has one whole document"),
+)

@@ -1,0 +1,73 @@
+"""The course in a browser: units in JupyterLab, exported pages without a server; `make test-browser`."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from lab import Lab, browser_page, cells, errors, figure, move_slider, run_all, shoot, show
+from nbformat import read
+
+from tasp_course.build import HERE, units
+from tasp_course.export import execute, to_html
+
+pytestmark = pytest.mark.browser
+
+# a unit, its cell with sliders, the slider that is moved
+PLAYED = [("2", "explore_schedule(", 0), ("6", "explore_rings(", 0), ("8", "explore_", 0)]
+HAVE = {p.stem[5:7].lstrip("0") or "0" for p in units()}
+
+
+@pytest.mark.parametrize(("unit", "cell", "slider"), [p for p in PLAYED if p[0] in HAVE])
+def test_a_learner_opens_a_unit_runs_it_and_moves_a_slider(unit, cell, slider, tmp_path):
+    name = f"learner/{units([unit])[0].stem}.ipynb"
+    shutil.copytree(HERE / "learner", tmp_path / "learner")  # what is run is saved
+    with Lab(tmp_path) as lab, lab.page(name) as page:
+        run_all(page)
+        assert not errors(page)
+        said = [
+            o for c in cells(page) if "check" in c["metadata"].get("tags", ()) for o in c["outputs"]
+        ]
+        assert len(said) >= 4
+        assert all("still to do" in str(o["data"]["text/plain"]) for o in said)
+        show(page, cell)
+        page.wait_for_selector(".widget-html-content svg")
+        before = figure(page)
+        shoot(page, f"unit-{unit}-before")
+        move_slider(page, slider)
+        assert figure(page) != before
+        shoot(page, f"unit-{unit}-after")
+
+
+def test_the_index_opens(tmp_path):
+    shutil.copy(HERE / "index.ipynb", tmp_path)
+    with Lab(tmp_path) as lab, lab.page("index.ipynb") as page:
+        run_all(page)
+        assert not errors(page)
+        assert "unit" in page.locator("table").first.inner_text()
+        shoot(page, "index")
+
+
+@pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
+def test_exported_units_show_every_figure_without_a_server(source, tmp_path):
+    done = execute(read(HERE / "learner" / f"{source.stem}.ipynb", as_version=4), HERE / "learner")
+    figures = [
+        o for c in done.cells for o in c.get("outputs", ()) if "image/svg+xml" in o.get("data", {})
+    ]
+    assert figures
+    file = tmp_path / "unit.html"
+    file.write_text(to_html(done), encoding="utf-8")
+    with browser_page() as page:
+        page.route(
+            "**/*", lambda r: r.continue_() if r.request.url.startswith("file:") else r.abort()
+        )
+        page.goto(file.as_uri())
+        drawings = page.locator("svg[role=img]")
+        assert drawings.count() == len(figures)
+        for i in range(len(figures)):
+            drawings.nth(i).scroll_into_view_if_needed()
+            assert drawings.nth(i).is_visible()
+            box = drawings.nth(i).bounding_box()
+            assert box["width"] > 300
+            assert box["height"] > 100
+        shoot(page, f"{source.stem[:7]}-exported")

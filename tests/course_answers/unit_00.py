@@ -1,0 +1,34 @@
+"""Wrong answers to unit 0, by check and by what is wrong."""
+
+import torch
+import torch.distributed as dist
+
+
+def sum_of_others(rank, group, numbers):
+    total = torch.tensor(numbers[rank])
+    dist.all_reduce(total, group=group)
+    return float(numbers[rank] / (total - numbers[rank]))
+
+
+WRONG = {
+    "check_kernels": {
+        "one is missing": ["math"],
+        "all that are known": ["math", "aten cpu", "aten", "flash2", "flash3", "flash4"],
+        "a constant": 1,
+    },
+    "check_hello": {
+        "ranks counted from 1": lambda rank, group: (
+            f"rank {rank + 1} of {dist.get_world_size(group)}"
+        ),
+        "always four ranks": lambda rank, group: f"rank {rank} of 4",
+    },
+    "check_share": {
+        "a constant": lambda rank, group, numbers: 0.25,
+        "own number left out of the sum": sum_of_others,
+        "a tensor": lambda rank, group, numbers: torch.tensor(numbers[rank] / sum(numbers)),
+    },
+    "check_recap": {
+        "ranks counted from 1": [7, 7, 3, 6, "wait"],
+        "shared variables": [7, 6, 5, 6, "wait"],
+    },
+}

@@ -1,0 +1,66 @@
+"""Wrong answers to unit 3, by check and by what is wrong."""
+
+import torch
+import torch.distributed as dist
+
+from tasp_course.unit_03 import all_send_first
+
+
+def posts(rank, group, hops, held, *, send, file):
+    works, arriving = [], {}
+    for src, dst, owner in hops:
+        if src == rank:
+            works.append(dist.isend(held[send(owner)], dst, group))
+        if dst == rank:
+            arriving[file(owner, src)] = torch.empty(4)
+            works.append(dist.irecv(arriving[file(owner, src)], src, group))
+    for work in works:
+        work.wait()
+    return held | arriving
+
+
+def own_only(rank, group, hops, held):
+    return posts(rank, group, hops, held, send=lambda owner: rank, file=lambda owner, src: owner)
+
+
+def under_the_sender(rank, group, hops, held):
+    held = held | {r: held[rank] for r in range(4) if r not in held}
+    return posts(rank, group, hops, held, send=lambda owner: owner, file=lambda owner, src: src)
+
+
+def receives_one_too_few(rank, group, own):
+    got = torch.empty(1)
+    if rank:
+        dist.recv(got, rank - 1, group)
+    if rank < dist.get_world_size(group) - 1:
+        dist.send(torch.tensor([own]), rank + 1, group)
+    return float(got) if rank else own
+
+
+def chosen(number):
+    return lambda lives: [number(i) for i, _ in enumerate(lives)]
+
+
+WRONG = {
+    "check_move": {
+        "always its own keys": own_only,
+        "filed under the sender": under_the_sender,
+        "a constant: nothing moves": lambda rank, group, hops, held: held,
+    },
+    "check_turn": {
+        "all send first": lambda rank, group, own: all_send_first(rank, group),
+        "the ring is not closed": receives_one_too_few,
+        "a constant": lambda rank, group, own: own,
+    },
+    "check_slots": {
+        "one slot for all": chosen(lambda i: 0),
+        "one slot each": chosen(lambda i: i),
+        "every second share the same slot": chosen(lambda i: i // 2),
+        "two in turn, whatever the lives": chosen(lambda i: i % 2),
+    },
+    "check_recap": {
+        "times add up": ["isend", 3, 2, 8, 2],
+        "a slot each": ["isend", 3, 63, 5, 2],
+        "one answers": ["isend", 2, 2, 5, 2],
+    },
+}

@@ -1,0 +1,137 @@
+"""Every notebook of the course runs from top to bottom, without network: `make test-course`."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+
+pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
+from tasp_course.build import HERE, KINDS, notebook, tags, units
+from tasp_course.export import execute
+
+pytestmark = pytest.mark.course
+LONGEST_S, MOST_BYTES = 60, 2 * 10**9
+
+# Python tells its audit hooks of every connection and every look-up of a name; forked ranks, too.
+OFFLINE = """
+import sys as _sys
+
+def _only_here(event, args):
+    if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo"):
+        address = args[0] if event == "socket.getaddrinfo" else args[1]
+        host = address[0] if isinstance(address, tuple) else address
+        if isinstance(address, tuple) or event == "socket.getaddrinfo":
+            if host not in ("127.0.0.1", "localhost", "::1", "", None):
+                raise ConnectionRefusedError(f"no network here: {host}")
+
+_sys.addaudithook(_only_here)
+"""
+
+
+class Meter(threading.Thread):
+    """The most memory (PSS) that processes started meanwhile by this one hold together."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.going = 0, True
+
+    def run(self) -> None:
+        while self.going:
+            total = 0
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    total += process.memory_full_info().pss
+                except psutil.Error:  # it has just ended
+                    continue
+            self.most = max(self.most, total)
+            time.sleep(0.3)
+
+
+def offline(nb: Any) -> Any:
+    """The notebook with a first cell that refuses all but the loopback network."""
+    nb.cells.insert(0, nbformat.v4.new_code_cell(OFFLINE))
+    return nb
+
+
+def errors(nb: Any) -> list[str]:
+    found = (o for c in nb.cells if c.cell_type == "code" for o in c.outputs)
+    return [f"{o.ename}: {o.evalue}" for o in found if o.output_type == "error"]
+
+
+def verdicts(nb: Any) -> Counter[str]:
+    some = (o.get("data") for c in nb.cells if "check" in tags(c) for o in c.outputs)
+    said = [data["text/plain"] for data in some if data]
+    return Counter(re.match(r"still to do|not yet|right", words)[0] for words in said)
+
+
+def strays(nb: Any) -> list[str]:
+    """Numbers in prose, recap questions aside, that are in no code cell and no output."""
+    computed, prose = "", ""
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            recap = cell.source.startswith("## Recap")  # its numbers are questions
+            prose += "" if recap else f"\n{cell.source}"
+            continue
+        computed += f"\n{cell.source}"
+        for out in cell.outputs:
+            computed += f"\n{out.get('text', '')}{out.get('data', {}).get('text/plain', '')}"
+    prose = re.sub(r"^#+ .*$|`[^`]*`|\]\([^)]*\)|^\d+\. ", "", prose, flags=re.MULTILINE)
+    prose = re.sub(r"\bunits? \d+( to \d+)?|arXiv \S+", "", prose)
+    known = set(re.findall(r"\d+(?:\.\d+)?", computed.replace(",", "")))
+    return [
+        x
+        for x in re.findall(r"(?<![a-zA-Z\d.])\d+(?:\.\d+)?", prose.replace(",", ""))
+        if x not in known
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
+def test_a_unit_runs(source, kind):
+    meter, begin = Meter(), time.monotonic()
+    meter.start()
+    done = execute(offline(notebook(source, kind)), HERE / kind)
+    took, meter.going = time.monotonic() - begin, False
+    meter.join()
+    print(f"\n{source.stem[:7]} {kind}: {took:.1f} s, {meter.most / 1e6:.0f} MB")
+    assert not errors(done)
+    found = verdicts(done)
+    assert set(found) == {"still to do" if kind == "learner" else "right"}, found
+    assert found.total() >= 4
+    if kind == "solved":
+        assert not strays(done)
+    assert took <= LONGEST_S
+    assert meter.most <= MOST_BYTES
+
+
+def test_the_index_runs():
+    assert not errors(execute(offline(notebook(HERE / "src" / "index.py", "learner")), HERE))
+
+
+def test_a_learners_error_does_not_end_the_run():
+    nb = notebook(units(["0"])[0], "learner")
+    mine = next(c for c in nb.cells if "exercise" in tags(c) and c.cell_type == "code")
+    mine.source = "1 / 0"
+    done = execute(offline(nb), HERE / "learner")
+    assert [e.split(":")[0] for e in errors(done)] == ["ZeroDivisionError", "NameError"]
+    assert verdicts(done)["still to do"] >= 3
+    assert all(c.execution_count for c in done.cells if c.cell_type == "code")
+
+
+@pytest.mark.parametrize(
+    "line", ["s.connect(('192.0.2.1', 80))", "socket.getaddrinfo('example.org', 80)"]
+)
+def test_the_network_is_shut(line, tmp_path: Path):
+    cell = nbformat.v4.new_code_cell(
+        f"import socket\ns = socket.socket()\n{line}", metadata={"tags": ["raises-exception"]}
+    )
+    done = execute(offline(nbformat.v4.new_notebook(cells=[cell])), tmp_path)
+    assert errors(done)[0].startswith("ConnectionRefusedError: no network here")

@@ -1,0 +1,118 @@
+"""Course: notebooks are those of their sources; checks reject stubs and wrong answers, pass solutions."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
+from tasp_course.build import HERE, cells, minutes, notebook, outputs, tags, units
+from tasp_course.kit import checks, teachers_kit, wrong_answers
+
+UNITS = pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
+NAMED = lambda path: f"{path.parent.name}/{path.stem[:7]}"  # noqa: E731
+LONGEST_CELL, EXERCISES = 20, 3
+
+
+@cache
+def answers(source: Path, tag: str) -> dict[str, Any]:
+    """Names after the unit's set-up cells and the cells with this tag."""
+    names: dict[str, Any] = {"__name__": "answers"}
+    for cell in cells(source):
+        if cell.cell_type == "code" and {"setup", tag} & set(tags(cell)):
+            exec(compile(cell.source, f"{source.name}, {tag}", "exec"), names)
+    return names
+
+
+def asked(source: Path) -> dict[str, str]:
+    """The expression each check is called with, by the check's name."""
+    code = "\n".join(c.source for c in cells(source) if "check" in tags(c))
+    return dict(re.findall(r"^unit\.(check_\w+)\((.*)\)$", code, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", outputs(), ids=NAMED)
+def test_notebooks_are_those_of_their_sources(path):
+    assert path.read_text() == outputs()[path], "run: python -m tasp_course.build"
+
+
+@UNITS
+def test_a_unit_has_its_parts(source):
+    some = cells(source)
+    code = [c for c in some if c.cell_type == "code"]
+    assert max(len(c.source.splitlines()) for c in code) <= LONGEST_CELL
+    assert len(source.read_text().splitlines()) < 300
+    kinds = [next((t for t in ("exercise", "solution", "check") if t in tags(c)), "") for c in code]
+    order = [k for k in kinds if k]
+    assert order == ["exercise", "solution", "check"] * (len(order) // 3)
+    assert len(order) // 3 >= EXERCISES + 1  # and the recap
+    assert minutes(source) >= 15
+    prose = "\n".join(c.source for c in some if c.cell_type == "markdown")
+    for part in ("Picture and question", "Play", "Recap"):
+        assert re.search(rf"^## {part} \(\d+ min\)$", prose, re.MULTILINE), part
+    assert set(asked(source)) == set(wrong_answers(source)) >= {"check_recap"}
+
+
+@UNITS
+def test_stubs_are_still_to_do(source):
+    for name, words in asked(source).items():
+        verdict = getattr(checks(source), name)(eval(words, answers(source, "exercise")))
+        assert verdict.state == "to do", (name, verdict)
+
+
+@UNITS
+def test_solutions_pass(source):
+    for name, words in asked(source).items():
+        verdict = getattr(checks(source), name)(eval(words, answers(source, "solution")))
+        assert verdict.state == "right", (name, verdict)
+
+
+@UNITS
+def test_wrong_answers_fail(source):
+    for name, some in wrong_answers(source).items():
+        assert len(some) >= 2, name
+        for label, answer in some.items():
+            verdict = getattr(checks(source), name)(answer)
+            assert verdict.state == "wrong", (name, label)
+            assert verdict.hint, (name, label)
+            assert "your answer raised" not in verdict.hint, (name, label, verdict)
+
+
+@UNITS
+def test_an_answer_that_raises_is_wrong_and_does_not_raise(source):
+    def broken(*unused: Any, **more: Any) -> Any:
+        raise KeyError("mine")
+
+    for name in wrong_answers(source):
+        verdict = getattr(checks(source), name)(broken)
+        assert verdict.state == "wrong", (name, verdict)
+
+
+@pytest.mark.parametrize(
+    "path", [*outputs(), HERE / "README.md"], ids=lambda p: f"{p.parent.name}/{p.stem[:7]}"
+)
+def test_links_resolve(path):
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        some = json.loads(text)["cells"]
+        text = "\n".join("".join(c["source"]) for c in some if c["cell_type"] == "markdown")
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert not link.startswith("http"), "a course without a network links to no page"
+        assert (path.parent / link).exists(), link
+
+
+def test_learners_notebooks_go_on_after_an_error():
+    for source in units():
+        code = [c for c in notebook(source, "learner")["cells"] if c["cell_type"] == "code"]
+        assert all("raises-exception" in c["metadata"]["tags"] for c in code)
+
+
+def test_the_kit_has_minutes_and_wrong_answers():
+    text = teachers_kit(units()[:1])
+    assert text.count("Common wrong answers") == 1
+    assert "not yet: " in text
+    assert "still to do" not in text
