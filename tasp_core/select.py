@@ -31,6 +31,9 @@ from .traffic import Sizes
 
 CLOSE, KEEP = 0.025, 0.049
 AUTO = "auto"
+# queries move, so that they are lowered to be simulated: tried at the row's own length only, and taken
+# only where nothing that stays close at other lengths is close
+SLOW_TO_JUDGE = ("helper", "token_ring", "mesh")
 # what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
 TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -123,7 +126,8 @@ def select(
         reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
         raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
     now = _behind(found)
-    before, *after = (_behind(_judged(_resized(docs, x), *asked)) for x in (0.5, 2, 4))
+    others = (_judged(_resized(docs, x), *asked, skip=SLOW_TO_JUDGE) for x in (0.5, 2, 4))
+    before, *after = map(_behind, others)
     steady = [
         item for item in works
         if all(later.get(item[0].name, 1.0) <= KEEP for later in (now, *after))
@@ -148,7 +152,7 @@ def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
 @lru_cache(maxsize=128)  # rows of half, double and fourfold length are asked for again
 def _judged(
     docs: Documents, machine: Machine, given: tuple[tuple[str, Any], ...], schedule: str, layout: str,
-    intra: int | None, backward: bool, most: float,
+    intra: int | None, backward: bool, most: float, skip: tuple[str, ...] = (),
 ) -> list[tuple[Row, Any]]:  # fmt: skip
     """Candidates with their figures and plans, the quickest first, then the excluded ones."""
     sizes = dict(given)
@@ -157,6 +161,8 @@ def _judged(
     found: list[tuple[Row, Any]] = []
     said: set[tuple[str, int, str]] = set()
     for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
+        if candidate.schedule in skip and schedule == AUTO:
+            continue
         row, made = _judge(candidate, docs, machine, sizes, backward, most)
         why = (row.schedule, row.intra, row.excluded)
         if not row.excluded or why not in said:  # one row for what no layout can change
@@ -226,7 +232,11 @@ def _judge(
     except ValueError as error:
         return row._replace(excluded=str(error)), None
     width, part = Sizes.of(made, **sizes), made.inner.layout.counts.max()
-    kv = max(map(width.kv, width.parts)) * made.schedule.promise.buffer * (made.inner.ranks > 1)
+    promise = made.schedule.promise
+    kv = max(map(width.kv, width.parts)) * promise.buffer * (made.inner.ranks > 1)
+    kv += (
+        max(map(width.q, width.parts)) * promise.guests * (1 + width.wide / width.item)
+    )  # and answers
     gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
     row = row._replace(
         total_s=sum(x.total_s for x in passes), comm_s=sum(x.comm_s for x in passes),
