@@ -293,8 +293,7 @@ def oracle(
         empty = {"out": q.new_zeros(0, q.shape[1], v.shape[2]), "lse": q.new_zeros(q.shape[:2])}
         return empty if dout is None else {**empty, "dq": q, "dk": k, "dv": v}
     out, lse = kernel.forward(q, k, v, call, scale)
-    out = out.to(q.dtype)
-    result = {"out": out, "lse": lse}
+    result = {"out": (out := out.to(q.dtype)), "lse": lse}
     if dout is not None:
         grads = kernel.backward(dout, q, k, v, out, lse, call, scale)
         result |= {n: g.to(q.dtype) for n, g in zip(("dq", "dk", "dv"), grads, strict=True)}
