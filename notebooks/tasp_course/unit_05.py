@@ -30,7 +30,7 @@ def ends(word: str) -> tuple[int, int]:
 @exercise
 def check_machines(answer: Any) -> None:
     """Three machines, by the ways between their ranks."""
-    pairs = {
+    pairs: dict[str, dict[tuple[int, int], tuple[tuple[str, ...], int]]] = {
         "mesh": {(0, 3): (("link 0>3",), 50), (2, 1): (("link 2>1",), 50)},
         "switch": {(0, 7): (("port_out 0", "port_in 7"), 450)},
         "cluster": {(4, 6): (("link 4>6",), 64), (1, 6): (("nic_out 1", "nic_in 6"), 25)},
