@@ -16,6 +16,7 @@ from tasp_course.kit import checks, teachers_kit, wrong_answers
 
 UNITS = pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 NAMED = lambda path: f"{path.parent.name}/{path.stem[:7]}"  # noqa: E731
+BUILT = outputs()
 LONGEST_CELL, EXERCISES = 20, 3
 
 
@@ -35,9 +36,13 @@ def asked(source: Path) -> dict[str, str]:
     return dict(re.findall(r"^unit\.(check_\w+)\((.*)\)$", code, flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("path", outputs(), ids=NAMED)
+@pytest.mark.parametrize("path", BUILT, ids=NAMED)
 def test_notebooks_are_those_of_their_sources(path):
-    assert path.read_text() == outputs()[path], "run: python -m tasp_course.build"
+    assert path.read_text() == BUILT[path], "run: python -m tasp_course.build"
+
+
+def test_there_are_no_other_notebooks():
+    assert set(HERE.rglob("*.ipynb")) == set(BUILT)
 
 
 @UNITS
@@ -93,7 +98,7 @@ def test_an_answer_that_raises_is_wrong_and_does_not_raise(source):
 
 
 @pytest.mark.parametrize(
-    "path", [*outputs(), HERE / "README.md"], ids=lambda p: f"{p.parent.name}/{p.stem[:7]}"
+    "path", [*BUILT, HERE / "README.md"], ids=lambda p: f"{p.parent.name}/{p.stem[:7]}"
 )
 def test_links_resolve(path):
     text = path.read_text()

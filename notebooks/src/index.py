@@ -9,10 +9,11 @@
 #
 # ## How a unit works
 #
-# It begins with a picture and a question. Then come exercises: a cell with `...` to be replaced, and
-# right below it a check. Run the check as often as you like. It says `still to do`, `not yet` with a
-# hint, or `right`; it never stops the notebook. Then there is something to play with, and five recap
-# questions. The solved notebooks are in `solved/`, under the same names.
+# Run its cells from the top, one by one: Shift+Enter. It begins with a picture and a question. Then come
+# exercises: a cell with `...` to be replaced, and right below it a check, to be run as often as you like.
+# It says `still to do`, `not yet` with a hint, or `right`; it never stops the notebook. Then there is
+# something to play with, and five recap questions. The solved notebooks are in `solved/`, under the same
+# names.
 #
 # Half a day: units 1, 2, 5, 6. One day: 1 to 7. Begin with unit 0 in any case: it takes minutes and
 # shows whether everything works here:

@@ -95,14 +95,12 @@ def merge(out1, lse1, out2, lse2):
 unit.check_merge(merge)
 
 # %% [markdown]
-# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two:
-
-# %% tags=["setup"]
-from tasp_core.merge import merge as library_merge
+# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two; `unit.join` is that
+# for one head. Ten keys in two pieces, against all at once:
 
 # %%
-first, second = attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:])
-unit.merge_heads(library_merge, *first, *second)[0] - out
+joined, _ = unit.join(attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:]))
+joined - out
 
 # %% [markdown]
 # Differences of that size are the rounding of float32, not an approximation: piece by piece is *exact*.
@@ -111,7 +109,8 @@ unit.merge_heads(library_merge, *first, *second)[0] - out
 #
 # Keys and values come as a stream of blocks `(k, v)` of different lengths, some of them empty. Memory
 # holds **one** block at a time: it is overwritten when the next one comes, so keep `(out, lse)` only.
-# Begin with the empty state. `attend` works for empty blocks, too.
+# Begin with the empty state, and go on with your `merge` or `unit.join`. `attend` works for empty
+# blocks, too.
 
 
 # %% tags=["exercise"]
@@ -126,7 +125,7 @@ def stream(q, blocks):
 def stream(q, blocks):
     out, lse = torch.zeros_like(q), torch.full((len(q),), -torch.inf)
     for k, v in blocks:
-        out, lse = unit.merge_heads(library_merge, out, lse, *attend(q, k, v))
+        out, lse = unit.join((out, lse), attend(q, k, v))
     return out
 
 

@@ -6,9 +6,9 @@
 #
 # ## Picture and question (5 min)
 #
-# Eight accelerators, two ways to join them. On the left every two have a **link** of their own (AMD
-# MI300X). On the right each has one fat **port** to a switch (NVIDIA H100). The planner knows both as
-# ranks and *resources*, each with a capacity in GB/s.
+# Eight accelerators, two ways to join them. In the first picture every two have a **link** of their own
+# (AMD MI300X). In the second each has one fat **port** to a switch (NVIDIA H100). The planner knows both
+# as ranks and *resources*, each with a capacity in GB/s.
 #
 # *Each rank sends to its right neighbour only. Which of the two machines is badly used?*
 
@@ -113,7 +113,7 @@ for where in (mesh, switch, tasp.machine("h100x2")):
 text = (unit.TOPOLOGIES / "v100_cube.txt").read_text()
 
 # %%
-print(text[: text.index("Legend")])
+print(text[: text.index("Legend")].expandtabs(6))
 
 # %% [markdown]
 # Write `nvlinks(text)`: a list of lists, the number of NVLinks between each two GPUs, 0 where there is

@@ -6,7 +6,7 @@ Shapes: q [T, D], k and v [S, D], out [T, D], lse [T]; T queries, S keys, D head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -28,17 +28,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Part:
     return torch.softmax(score, dim=1) @ v, torch.logsumexp(score, dim=1)
 
 
-def merge_heads(
-    fn: Callable[..., Part], out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
-) -> Part:
-    """The library's merge, which has a head axis, for one head."""
-    out, lse = fn(*(x.unsqueeze(1) for x in (out1, lse1, out2, lse2)))
+def join(first: Part, second: Part) -> Part:
+    """The package's merge, which has a head axis, for one head."""
+    out, lse = merge(*(x.unsqueeze(1) for x in (*first, *second)))
     return out.squeeze(1), lse.squeeze(1)
 
 
 def fold(parts: Iterable[Part]) -> Part:
     """All parts merged, in their order."""
-    return reduce(lambda a, b: merge_heads(merge, *a, *b), parts)
+    return reduce(join, parts)
 
 
 def _draw(sizes: list[int], scale: float = 1.0) -> tuple[Tensor, list[Part]]:
