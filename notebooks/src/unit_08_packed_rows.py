@@ -1,0 +1,244 @@
+# %% [markdown]
+# # 8. Packed rows
+#
+# Afterwards you can say which keys a packed row needs where, leave out what nobody needs, spread the work
+# evenly, and run the result on real ranks. Needs units 2, 3 and 4.
+
+# %% tags=["setup"]
+import numpy as np
+
+import tasp_core as tasp
+import visualize
+from tasp_course import unit_08 as unit
+from tasp_course.unit_08 import LENGTHS, RANKS
+from visualize.widgets import explore_mask
+
+# %% [markdown]
+# ## Picture and question (5 min)
+#
+# Training data is packed: documents of all lengths lie end to end in one row. A token sees its own
+# document, up to itself. Here are five documents over four ranks. *Whose keys does rank 3 need?*
+
+# %%
+plan = tasp.plan(LENGTHS, RANKS, schedule="ring", layout="contiguous")
+visualize.mask(plan)
+
+# %% [markdown]
+# Most of the square is empty, and a ring still carries every key to every rank:
+
+# %%
+pairs = plan.docs.total * (plan.docs.total + 1) // 2
+print(f"visible pairs: {plan.docs.num_pairs / pairs:.0%} of those of one document of that length")
+print(f"tokens sent by the ring: {unit.tokens_sent(plan)} for a row of {plan.docs.total}")
+
+# %% [markdown]
+# ## Exercise 1: the mask of a packed row (8 min)
+#
+# Flash kernels take `cu_seqlens`, cumulative lengths: document d holds tokens `cu[d] .. cu[d + 1] - 1`.
+# Return the mask as a boolean array [queries, keys]. Documents may be empty, or one token long.
+
+
+# %% tags=["exercise"]
+def mask(cu):
+    return ...  # cu[-1] tokens
+
+
+# %% tags=["solution"]
+def mask(cu):
+    tokens = np.arange(cu[-1])
+    doc = np.searchsorted(cu, tokens, side="right")
+    return (doc[:, None] == doc) & (tokens[:, None] >= tokens)
+
+
+# %% tags=["check"]
+unit.check_mask(mask)
+
+# %% [markdown]
+# ## Exercise 2: hops that nobody needs (12 min)
+#
+# Rank r holds the tokens `tokens[r]` (global numbers). Return the set of pairs `(owner, reader)` of
+# different ranks for which some query of the reader sees some key of the owner.
+
+
+# %% tags=["exercise"]
+def needed(cu, tokens):
+    return ...
+
+
+# %% tags=["solution"]
+def needed(cu, tokens):
+    tokens = [np.asarray(t) for t in tokens]
+    doc = [np.searchsorted(cu, t, side="right") for t in tokens]
+
+    def sees(reader, owner):
+        same = doc[reader][:, None] == doc[owner]
+        return (same & (tokens[reader][:, None] >= tokens[owner])).any()
+
+    ranks = range(len(tokens))
+    return {(a, b) for a in ranks for b in ranks if a != b and sees(b, a)}
+
+
+# %% tags=["check"]
+unit.check_needed(needed)
+
+# %% [markdown]
+# Where ranks send straight to each other, hops between other pairs can simply be left out. The checker
+# proves that nothing is missing, forward and backward:
+
+# %%
+direct = unit.direct()
+small = unit.pruned(direct, unit.needed(direct))
+print(small, "\n")
+print(tasp.check(small))
+
+# %% [markdown]
+# A ring cannot be pruned like this. Each rank is on somebody else's way:
+
+# %%
+try:
+    tasp.check(unit.pruned(plan, unit.needed(plan)))
+except tasp.PlanError as error:
+    print(error)
+
+# %% [markdown]
+# Pairs of ranks are still coarse: rank 2 sends rank 3 all its keys, and rank 3 needs those of one document.
+# The schedule `sap` looks at single tokens: it cuts each rank's keys where the set of their readers
+# changes. Tokens whose keys travel, and the busiest rank's work over the mean, for four layouts:
+
+# %%
+print("layout        ring   pruned  sap    work max/mean")
+for layout in ("contiguous", "zigzag", "per_document", "balanced"):
+    ring = tasp.plan(LENGTHS, RANKS, schedule="ring", layout=layout)
+    pruned = unit.pruned(unit.direct(layout), unit.needed(unit.direct(layout)))
+    sent = [unit.tokens_sent(p) for p in (ring, pruned, unit.by_token(layout))]
+    print(layout.ljust(13), *(str(n).ljust(6) for n in sent), f"{tasp.check(ring).balance:.3f}")
+
+# %% [markdown]
+# `zigzag` spreads the *row* evenly as if it were one document, which it is not. `per_document` does so
+# inside every document: even work, and every document travels everywhere.
+#
+# ## Exercise 3: five documents over four ranks (12 min)
+#
+# Give each rank pieces `(document, start, stop)`, such that every token is held once, no rank has more
+# than 1.05 times the mean work or 1.1 times the mean tokens. A token at position i does the work of i + 1
+# keys. The check also tries other rows, so write it for any.
+
+
+# %% tags=["exercise"]
+def place(lengths, ranks):
+    return ...  # a list for each rank, e.g. [[(0, 0, 400), (1, 0, 90)], [(0, 400, 800)], ...]
+
+
+# %% tags=["solution"]
+def place(lengths, ranks):
+    pieces = [[] for _ in range(ranks)]
+    for doc, length in enumerate(lengths):
+        cut = [length * i // (2 * ranks) for i in range(2 * ranks + 1)]
+        for rank in range(ranks):  # an early block and a late one
+            for block in (rank, 2 * ranks - 1 - rank):
+                pieces[rank].append((doc, cut[block], cut[block + 1]))
+    return pieces
+
+
+# %% tags=["check"]
+unit.check_balance(place)
+
+# %% [markdown]
+# Cutting every document for every rank is even, and makes every document travel. `balanced` does both:
+# it cuts long documents only, and fills up with short ones. `moved_tokens` is what ranks need and lack.
+
+# %%
+from tasp_core.balanced import lower_bound, measure
+from tasp_core.balanced import place as balanced
+
+print(measure(balanced(np.array(LENGTHS), RANKS), np.array(LENGTHS)))
+print("no placement this even moves fewer than", lower_bound(np.array(LENGTHS), RANKS), "tokens")
+
+# %% [markdown]
+# ## Exercise 4: run it on real ranks (8 min)
+#
+# `attend` runs on every rank. It gets the whole row's q, k, v and the gradient `dout` of the output.
+# Return this rank's output and dk. `tasp.shard(x, plan, rank)` picks a rank's rows, in the order that
+# `tasp.attention(q, k, v, plan, group)` expects.
+
+
+# %% tags=["exercise"]
+def attend(rank, group, plan, q, k, v, dout):
+    q, k, v, dout = (tasp.shard(x, plan, rank) for x in (q, k, v, dout))
+    k.requires_grad_()
+    return ...
+
+
+# %% tags=["solution"]
+def attend(rank, group, plan, q, k, v, dout):
+    q, k, v, dout = (tasp.shard(x, plan, rank) for x in (q, k, v, dout))
+    k.requires_grad_()
+    out = tasp.attention(q, k, v, plan, group)
+    out.backward(dout)
+    return out.detach(), k.grad
+
+
+# %% tags=["check"]
+unit.check_run(attend)
+
+
+# %% [markdown]
+# And the row of the picture, compiled, run, and held against one process in float64. `plain` are the
+# errors of a float32 kernel on one process:
+
+# %%
+from tasp_core.lab.measure import verify
+
+compiled = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="balanced")
+print(compiled.summary())
+errors, seconds = verify(compiled, unit.inputs(compiled))
+for name, found in (("ours", errors.ours), ("plain", errors.plain)):
+    print(name.ljust(6), {what: f"{error:.1e}" for what, error in found.items()})
+
+# %% [markdown]
+# ## Play (8 min)
+#
+# Find documents for which `zigzag` is as good as `balanced`, and some for which it is much worse.
+
+# %%
+explore_mask(lengths=", ".join(map(str, LENGTHS)), layout="balanced", schedule="sap")
+
+# %% [markdown]
+# Ulysses exchanges heads for tokens: even for any documents, but all q, k and v travel, whatever can see
+# them, and there are only so many heads.
+
+# %%
+heads_only = tasp.plan(LENGTHS, RANKS, schedule="ring", layout="balanced", intra=RANKS)
+for name, made in (("ulysses", heads_only), ("sap", compiled)):
+    cost = tasp.explain(made, heads=8, kv_heads=2)
+    print(name, sum(r.bytes_out[0] + r.bytes_heads[0] for r in cost.ranks) / 1e6, "MB sent")
+try:
+    tasp.explain(heads_only, heads=6, kv_heads=2)
+except tasp.PlanError as error:
+    print(error)
+
+# %% [markdown]
+# A look further: if tokens may not be permuted, work can still move. `sap` over `contiguous` sends
+# *queries* of busy ranks to idle ones, and their answers home.
+
+# %%
+moved = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="contiguous")
+visualize.balance([("ring, contiguous", plan), ("sap, contiguous: queries move", moved)])
+
+# %% [markdown]
+# ## Recap (5 min)
+#
+# 1. Two documents of 3 and 2 tokens, causal: how many visible pairs?
+# 2. Two ranks have no document in common. How many tokens of keys go between them?
+# 3. Which cannot leave a rank out, because each share passes through everybody: "ring" or "direct"?
+# 4. 6 query heads, nodes of 8 ranks: the largest degree of Ulysses?
+# 5. A causal document of 100 tokens: 0..59 on one rank, 60..99 on another. How many tokens' keys travel?
+
+# %% tags=["exercise"]
+recap = [..., ..., ..., ..., ...]
+
+# %% tags=["solution"]
+recap = [9, 0, "ring", 2, 60]
+
+# %% tags=["check"]
+unit.check_recap(recap)

@@ -1,0 +1,169 @@
+# %% [markdown]
+# # 9. Planners
+#
+# Afterwards you can say how fast a machine could be at best, write a planner for a machine whose links
+# differ, and hold it to that bound. Needs units 5, 6 and 7.
+
+# %% tags=["setup"]
+import tasp_core as tasp
+import visualize
+from tasp_course import unit_09 as unit
+from tasp_course.unit_09 import KV_BYTES, machines
+
+# %% [markdown]
+# ## Picture and question (5 min)
+#
+# Rings treat all links alike. Here is a machine on which some links are 2, 4 or 10 times slower than
+# others: a bad cable, a switch that is shared. *What sets the time of a step in which all links send?*
+
+# %%
+machine = machines()[1]
+visualize.topology(machine)
+
+# %%
+plan = tasp.plan([16384], machine.ranks, schedule="tasp", layout="contiguous", machine=machine)
+visualize.timeline([("tasp", tasp.simulate(plan, heads=8, head_dim=128))])
+
+# %% [markdown]
+# Every link carries as much as every other, so the slowest one sets the time of each step.
+#
+# ## Exercise 1: the cut bound (10 min)
+#
+# Every rank needs the keys of all others, `nbytes` bytes of each. Whatever the schedule, these bytes must
+# come into rank r over the links into it. And its own must leave it, once at least: others can hand them
+# on. Return the least seconds in which that can be done, the largest over all ranks.
+#
+# `machine.route_gbps(src, dst)` is the rate of a link in GB/s (1e9 bytes a second).
+
+
+# %% tags=["exercise"]
+def bound_s(machine, nbytes):
+    return ...
+
+
+# %% tags=["solution"]
+def bound_s(machine, nbytes):
+    n = machine.ranks
+
+    def least(rank):
+        others = [r for r in range(n) if r != rank]
+        into = sum(machine.route_gbps(r, rank) for r in others)
+        out = sum(machine.route_gbps(rank, r) for r in others)
+        return max((n - 1) * nbytes / into, nbytes / out) / 1e9
+
+    return max(least(rank) for rank in range(n))
+
+
+# %% tags=["check"]
+unit.check_bound(bound_s)
+
+# %%
+print(
+    f"bound {tasp.cut_bound(machine, KV_BYTES) * 1e3:.2f} ms; tasp takes {unit.ratio(plan):.2f} x as long"
+)
+
+# %% [markdown]
+# ## Exercise 2: a greedy planner (15 min)
+#
+# Each rank's keys are cut into pieces `(owner, number)`. A planner is asked once a step what moves:
+#
+#     rate    {(src, dst): GB/s} of every link
+#     have    {rank: set of pieces that it has}
+#
+# It answers with a list of `(src, dst, piece)`: at most one piece a link, each from a rank that has it to
+# one without, no piece twice to the same rank. It is asked again until everybody has everything.
+#
+# Write one that uses every link that can help. The check proves its plans, forward and backward, on
+# twenty machines, and asks that they are about as quick as `tasp` is there.
+
+
+# %% tags=["exercise"]
+def greedy(rate, have):
+    return ...  # for example [(0, 1, (0, 0)), (1, 0, (1, 0))]
+
+
+# %% tags=["solution"]
+def greedy(rate, have):
+    sent, coming = [], {rank: set() for rank in have}
+    for src, dst in rate:
+        new = have[src] - have[dst] - coming[dst]
+        if new:
+            piece = min(new)
+            coming[dst].add(piece)
+            sent.append((src, dst, piece))
+    return sent
+
+
+# %% tags=["check"]
+unit.check_planner(greedy)
+
+# %% [markdown]
+# ## Exercise 3: patience (12 min)
+#
+# A step lasts as long as its slowest transfer. So a slow link that carries one piece can keep ranks
+# waiting that could have had two by other ways. Take fast links first, and leave a link alone where it is
+# much slower than the fastest that sends in this step. And send what few ranks have, so that others can
+# hand it on.
+
+
+# %% tags=["exercise"]
+def patient(rate, have):
+    return ...
+
+
+# %% tags=["solution"]
+def patient(rate, have):
+    sent, coming = [], {rank: set() for rank in have}
+
+    def copies(piece):
+        return sum(piece in some[rank] for some in (have, coming) for rank in have), piece
+
+    for src, dst in sorted(rate, key=rate.get, reverse=True):
+        new = have[src] - have[dst] - coming[dst]
+        if sent and rate[src, dst] < 0.45 * rate[sent[0][:2]]:
+            break
+        if new:
+            piece = min(new, key=copies)
+            coming[dst].add(piece)
+            sent.append((src, dst, piece))
+    return sent
+
+
+# %% tags=["check"]
+unit.check_patient(patient)
+
+# %% [markdown]
+# ## Play (15 min)
+#
+# A score board: enter your planner under a name. The board is a file of yours,
+# `results/scoreboard.json`; times are modelled. It is open at the lower end: nobody is below 1.
+
+# %%
+print(unit.enter("my planner", patient))
+
+# %% [markdown]
+# What yours does to one machine. Which links does it leave alone, and who waits?
+
+# %%
+unit.against(machine, patient)
+
+# %% [markdown]
+# Ideas: cut keys into more pieces (`unit.planned(machine, patient, pieces=4)`); try several thresholds and
+# keep the plan that `unit.ratio` likes best; look ahead for ranks that will be last.
+#
+# ## Recap (5 min)
+#
+# 1. 5 ranks with 1 GB of keys each. 40 GB/s come into rank 3 over all its links. At least how many seconds?
+# 2. Two transfers of 60 MB in one step, over 60 and over 6 GB/s: how many ms does the step last?
+# 3. A plan takes 1.3 cut bounds. Can another one be 1.4 times as quick, "yes" or "no"?
+# 4. 4 ranks, keys cut into 2 pieces each: how many pieces arrive somewhere, in all?
+# 5. A rank has 1 GB and sends 2 GB/s over all links. Seconds, at least, until somebody else has it all?
+
+# %% tags=["exercise"]
+recap = [..., ..., ..., ..., ...]
+
+# %% tags=["solution"]
+recap = [0.1, 10, "no", 24, 0.5]
+
+# %% tags=["check"]
+unit.check_recap(recap)

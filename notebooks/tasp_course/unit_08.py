@@ -1,0 +1,159 @@
+"""Unit 8, packed rows: checks, and the plan whose hops are pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+import tasp_core as tasp
+from tasp_core import Plan, PlanError
+from tasp_core.balanced import measure
+from tasp_core.kernels import oracle
+from tasp_core.lab.measure import Inputs
+from tasp_core.schedules import KV
+from tasp_core.tiles import rank_areas
+
+from .verdict import exercise, expect, recap
+
+LENGTHS = (1600, 90, 60, 700, 550)
+RANKS = 4
+ROWS = (LENGTHS, (3, 0, 2, 1), (2000, 1000), (7, 7, 7, 7, 7))
+WORK, TOKENS = 1.05, 1.1  # the most that a rank may have, over the mean
+NEAR = 1e-4
+
+Pairs = set[tuple[int, int]]
+Pieces = list[list[tuple[int, int, int]]]
+
+
+def direct(layout: str = "contiguous", lengths: tuple[int, ...] = LENGTHS) -> Plan:
+    """Every rank sends its keys straight to every other rank, in one step."""
+    options = {"blocks": 1, "twins": 0}
+    return tasp.plan(lengths, RANKS, schedule="wave", layout=layout, schedule_options=options)
+
+
+def by_token(layout: str) -> Plan:
+    """Only keys that somebody needs, token by token; queries stay at home."""
+    options = {"move_q": False}
+    return tasp.plan(LENGTHS, RANKS, schedule="sap", layout=layout, schedule_options=options)
+
+
+def pruned(plan: Plan, pairs: Pairs) -> Plan:
+    """The plan without the hops of keys, and of their gradients, between other (owner, reader) pairs."""
+    hops = plan.hops(backward=True)
+    reader = np.where(hops.kind == KV, hops.dst, hops.src)  # gradients go the other way
+    kept = [pair in pairs for pair in zip(hops.owner.tolist(), reader.tolist(), strict=True)]
+    return plan.with_hops(hops.where(np.array(kept)).words())
+
+
+def needed(plan: Plan) -> Pairs:
+    """(owner, reader): the reader's queries see a key of the owner."""
+    reader, owner = np.nonzero(rank_areas(plan.layout))
+    return {(b, a) for a, b in zip(reader.tolist(), owner.tolist(), strict=True) if a != b}
+
+
+def tokens_sent(plan: Plan) -> int:
+    """Tokens whose keys travel, forward."""
+    return int(tasp.check(plan).tokens_sent.sum())
+
+
+@exercise
+def check_mask(answer: Callable[[list[int]], Any]) -> None:
+    """The mask of a packed row, from its cumulative lengths."""
+    for lengths in ((3,), (2, 2), (3, 0, 2, 1), (1, 4, 1)):
+        docs = tasp.Documents.of(lengths)
+        got = np.asarray(answer(docs.cu_seqlens.tolist()))
+        t = docs.total
+        expect(got.shape == (t, t), f"documents {lengths}: {t} x {t} entries, got {got.shape}")
+        expect(got.dtype == bool, f"entries are True or False, got {got.dtype}")
+        doc = docs.document_of(np.arange(t))
+        right = (doc[:, None] == doc) & np.tri(t, dtype=bool)
+        wrong = np.argwhere(got != right)
+        if len(wrong):
+            q, k = wrong[0].tolist()
+            sees = "sees" if right[q, k] else "does not see"
+            expect(False, f"documents {lengths}: token {q} {sees} token {k}")
+
+
+@exercise
+def check_needed(answer: Callable[[list[int], list[np.ndarray]], Pairs]) -> None:
+    """The (owner, reader) pairs between which keys must travel."""
+    for layout in ("contiguous", "zigzag"):
+        for lengths in (LENGTHS, (2000, 1000), (1500, 1500)):
+            plan = direct(layout, lengths)
+            tokens = [plan.tokens(r) for r in range(RANKS)]
+            got = set(answer(plan.docs.cu_seqlens.tolist(), tokens))
+            where = f"{layout}, documents {lengths}"
+            expect(all(a != b for a, b in got), f"{where}: nobody sends keys to itself")
+            lacking, more = sorted(needed(plan) - got), sorted(got - needed(plan))
+            if lacking:
+                owner, reader = lacking[0]
+                try:
+                    tasp.check(pruned(plan, got))
+                except PlanError as error:
+                    said = str(error).splitlines()[0]
+                    expect(False, f"{where}: without {owner} > {reader} the checker says: {said}")
+            hint = "no document has a query on the reader and an earlier key on the owner"
+            expect(not more, f"{where}: {more[:1]} is not needed: {hint}")
+
+
+@exercise
+def check_balance(answer: Callable[[list[int], int], Pieces]) -> None:
+    """Pieces (document, start, stop) for every rank: each token once, work and tokens even."""
+    for lengths in ROWS:
+        pieces = [np.array(p, dtype=np.int64).reshape(-1, 3) for p in answer(list(lengths), RANKS)]
+        expect(len(pieces) == RANKS, f"a list of pieces for each of {RANKS} ranks")
+        held = np.zeros(sum(lengths), dtype=np.int64)
+        begin = np.cumsum((0, *lengths))
+        for doc, start, stop in np.concatenate(pieces).tolist():
+            fits = 0 <= start <= stop <= lengths[doc]
+            expect(fits, f"document {doc} has {lengths[doc]} tokens, no piece {start}..{stop}")
+            held[begin[doc] + start : begin[doc] + stop] += 1
+        expect(
+            (held == 1).all(), f"{lengths}: {np.sum(held != 1)} tokens are not held exactly once"
+        )
+        if sum(lengths) < 10 * RANKS:
+            continue  # too few tokens to be even
+        found = measure(pieces, np.array(lengths))
+        for name, got, most in (
+            ("work", found.work_max_mean, WORK), ("tokens", found.tokens_max_mean, TOKENS)
+        ):  # fmt: skip
+            expect(
+                got <= most, f"{lengths}: {name} max/mean {got:.3f}, at most {most} is asked for"
+            )
+
+
+def inputs(plan: Plan, seed: int = 8) -> Inputs:
+    """q, k, v and the gradient of the output, for the whole row."""
+    return Inputs.random(plan.docs.total, 4, 2, 16, seed=seed)
+
+
+@exercise
+def check_run(answer: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """A rank's output and dk, on real ranks, against float64 in one process."""
+    plan = tasp.plan((160, 9, 6, 70, 55), RANKS, schedule="sap", layout="balanced")
+    given = inputs(plan)
+    pieces = tasp.launch(answer, RANKS, plan, *given.tensors(), timeout_s=30)
+    exact = oracle(given.q, given.k, given.v, plan.docs, dout=given.dout)
+    for rank, piece in enumerate(pieces):
+        expect(len(piece) == 2, f"rank {rank} should return out and dk")
+        for name, got in zip(("out", "dk"), piece, strict=True):
+            right = tasp.shard(exact[name], plan, rank)
+            expect(
+                tuple(got.shape) == tuple(right.shape),
+                f"rank {rank}: {name} has shape {tuple(got.shape)}, not {tuple(right.shape)}",
+            )
+            off = float((got.double() - right).abs().max())
+            hint = "rows in plan.tokens(rank) order? and the gradient of this output?"
+            expect(off < NEAR, f"rank {rank}: {name} is off by {off:.2g}: {hint}")
+
+
+check_recap = recap(
+    (9, "3 + 2 + 1 and 2 + 1"),
+    (0, "no query of one sees a key of the other"),
+    ("ring", "which schedule passes every share through everybody?"),
+    (2, "the degree divides the query heads and the ranks of a node"),
+    (60, "the later tokens see the earlier ones, not the other way round"),
+)

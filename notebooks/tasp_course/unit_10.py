@@ -1,0 +1,157 @@
+"""Unit 10, gradients and rounding: checks, and sums rounded on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import tasp_core as tasp
+from tasp_core import Documents, Plan
+from tasp_core.kernels import oracle
+from tasp_core.lab.measure import Inputs
+from tasp_core.schedules import DKV
+
+from .verdict import exercise, expect, recap
+
+COUNTS = (4, 16, 64, 256)
+DTYPES = (torch.float32, torch.bfloat16)
+CELLS, NEAR, FACTOR = 20_000, 1e-9, 1.5
+
+Route = list[tuple[int, int, int]]
+
+
+def ring(ranks: int, tokens: int = 512) -> Plan:
+    """A full row round one ring: every rank sees every other rank's keys."""
+    docs = Documents.of([tokens], causal=False)
+    return tasp.plan(docs, ranks, schedule="ring", layout="contiguous")
+
+
+@exercise
+def check_route(answer: Callable[[int, int], Route]) -> None:
+    """The (step, src, dst) by which the gradient of an owner's keys comes home round a ring."""
+    for n in (3, 4, 7):
+        hops = ring(n).hops(backward=True)
+        hops = hops.where(hops.kind == DKV)
+        for owner in range(n):
+            mine = hops.where(hops.owner == owner)
+            right = sorted(
+                zip(mine.step.tolist(), mine.src.tolist(), mine.dst.tolist(), strict=True)
+            )
+            got = sorted(tuple(hop) for hop in answer(owner, n))
+            what = f"gradient of rank {owner}'s keys, {n} ranks"
+            expect(len(got) == n - 1, f"{what}: {n - 1} hops, got {len(got)}")
+            expect(
+                got[-1][2] == owner, f"{what}: the last hop must end at rank {owner}, got {got[-1]}"
+            )
+            for have, want in zip(got, right, strict=True):
+                hint = (
+                    "keys arrive in one step, are computed in the next, and leave in the one after"
+                )
+                expect(have[1:] == want[1:], f"{what}: {have} is not on the way of the keys")
+                expect(have == want, f"{what}: {have} should be in step {want[0]}; {hint}")
+
+
+def tiles(seed: int = 10) -> tuple[dict[str, Tensor], list[slice]]:
+    """A query block, its keys in three tiles, the final out and lse, and what autograd says; float64."""
+    draw = torch.Generator().manual_seed(seed)
+    x: dict[str, Tensor] = {
+        name: torch.randn(rows, 8, generator=draw, dtype=torch.float64)
+        for name, rows in (("q", 5), ("k", 12), ("v", 12), ("dout", 5))
+    }
+    scale = 8**-0.5
+    q, k, v = (x[name].requires_grad_() for name in "qkv")
+    scores = q @ k.T * scale
+    out = scores.softmax(-1) @ v
+    out.backward(x["dout"])
+    grads = {f"d{name}": x[name].grad for name in "qkv"}
+    found = {
+        **x,
+        "out": out,
+        "lse": scores.logsumexp(-1),
+        "scale": torch.tensor(scale, dtype=torch.float64),
+        **grads,
+    }
+    return {name: t.detach() for name, t in found.items() if t is not None}, [
+        slice(0, 4), slice(4, 5), slice(5, 12)
+    ]  # fmt: skip
+
+
+@exercise
+def check_backward(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+    """dq, dk, dv of one tile: dq adds up over tiles, dk and dv are each tile's own."""
+    x, parts = tiles()
+    dq = torch.zeros_like(x["q"])
+    for part in parts:
+        k, v = x["k"][part], x["v"][part]
+        found = answer(x["dout"], x["q"], k, v, x["out"], x["lse"], float(x["scale"]))
+        expect(len(found) == 3, "return dq, dk, dv")
+        for name, got in zip(("dk", "dv"), found[1:], strict=True):
+            off = float((got - x[name][part]).abs().max())
+            hint = "weights are exp(score - lse), with the final lse"
+            if name == "dk":
+                hint = "ds = p * (dout @ v.T - D) * scale; D is the row sum of dout * out"
+            expect(
+                off < NEAR,
+                f"{name} of keys {part.start}..{part.stop - 1} is off by {off:.2g}; {hint}",
+            )
+        dq += found[0]
+    off = float((dq - x["dq"]).abs().max())
+    expect(off < NEAR, f"dq added up over the tiles is off by {off:.2g}")
+
+
+def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial results [n, ...] added one after the other, rounded to a dtype each time."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total
+
+
+@lru_cache
+def rounding(count: int, dtype: torch.dtype) -> float:
+    """Root mean square error of the sum of so many normal partial results."""
+    draw = torch.Generator().manual_seed(count)
+    parts = torch.randn(count, CELLS, generator=draw, dtype=torch.float64)
+    return float((summed(parts, dtype).double() - parts.sum(0)).square().mean().sqrt())
+
+
+@exercise
+def check_error(answer: Callable[[int, float], float]) -> None:
+    """The predicted error of a sum, from the number of parts and the dtype's eps."""
+    for dtype in DTYPES:
+        for count in COUNTS:
+            got, right = answer(count, torch.finfo(dtype).eps), rounding(count, dtype)
+            much = "too much" if got > right else "too little"
+            expect(
+                right / FACTOR <= got <= right * FACTOR,
+                f"{count} parts, {dtype}: {got:.2g} is {much}, the error is {right:.2g}",
+            )
+
+
+def _dk(rank: int, group: object, plan: Plan, given: Inputs, dtype: torch.dtype) -> Tensor:
+    q, k, v, dout = (tasp.shard(x, plan, rank) for x in given.tensors())
+    k.requires_grad_()
+    tasp.attention(q, k, v, plan, group, grad_comm_dtype=dtype).backward(dout)
+    assert k.grad is not None
+    return k.grad
+
+
+def measured(ranks: int, dtype: torch.dtype) -> float:
+    """Relative error of dk on real ranks that send gradients in a dtype; tensors are float32."""
+    plan = ring(ranks)
+    given = Inputs.random(plan.docs.total, 2, 2, 16, seed=10)
+    got = tasp.unshard(tasp.launch(_dk, ranks, plan, given, dtype), plan).double()
+    exact = oracle(given.q, given.k, given.v, plan.docs, dout=given.dout)["dk"]
+    return float((got - exact).norm() / exact.norm())
+
+
+check_recap = recap(
+    (7, "it leaves the first rank after its owner and passes all others"),
+    (2, "float32 against bf16, as many numbers"),
+    ("final", "a tile's own lse would make its weights add up to 1"),
+    ("no", "queries stay where they are, dq is added up there"),
+    (2, "the error grows with the square root, relative to the sum"),
+)
