@@ -94,7 +94,10 @@ def notebook(source: Path, kind: str) -> Any:
             marks.append("raises-exception")  # a learner's error does not stop the run
         text = cell.source.replace(MAP, unit_map()) if MAP in cell.source else cell.source
         head = cell.cell_type == "markdown" and text.startswith("#")
-        slide = "slide" if head else "subslide" if {"exercise", "solution"} & set(marks) else "-"
+        alone = {"exercise", "solution"} & set(marks) or re.search(
+            r"visualize\.\w+\(|explore_\w+\(", text
+        )
+        slide = "slide" if head else "subslide" if cell.cell_type == "code" and alone else "-"
         made.append(
             {"cell_type": cell.cell_type, "id": f"cell-{number:02}", "source": text,
              "metadata": {"slideshow": {"slide_type": slide}} | ({"tags": marks} if marks else {})}

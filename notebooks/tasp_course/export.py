@@ -1,6 +1,6 @@
 """Execute notebooks; write them as HTML pages and slides, and the teacher's kit beside them.
 
-HTML pages show every figure without a server. Slides load reveal.js from the address in their file.
+HTML pages show every figure without a server. Slides load reveal.js and require.js from the network.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def export(stems: list[str]) -> Iterator[Path]:
         done = execute(nbformat.read(path, as_version=4), path.parent)
         yield _write(to / path.parent.name / f"{path.stem}.html", to_html(done))
         if path.parent.name == "solved":
-            deck = SlidesExporter().from_notebook_node(done)[0]
+            deck = SlidesExporter(reveal_scroll=True).from_notebook_node(done)[0]
             yield _write(to / "slides" / f"{path.stem}.slides.html", deck)
     index = execute(nbformat.read(HERE / "index.ipynb", as_version=4), HERE)
     yield _write(to / "index.html", to_html(index).replace(".ipynb", ".html"))
