@@ -6,11 +6,10 @@
 # Needs units 5 and 6. All times here are modelled, not measured.
 
 # %% tags=["setup"]
-from tasp_course import unit_07 as unit
-from tasp_course.unit_07 import HEADS, KV_BYTES, MACHINES
-
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_07 as unit
+from tasp_course.unit_07 import HEADS, KV_BYTES, MACHINES
 from visualize.widgets import explore_machine
 
 # %% [markdown]

@@ -6,11 +6,11 @@
 
 # %% tags=["setup"]
 import torch
-from tasp_course import unit_10 as unit
-from tasp_course.unit_10 import COUNTS, DTYPES
 
 import tasp_core as tasp
 import visualize
+from tasp_course import unit_10 as unit
+from tasp_course.unit_10 import COUNTS, DTYPES
 
 # %% [markdown]
 # ## Picture and question (5 min)

@@ -14,7 +14,6 @@ import tasp_core as tasp
 import visualize
 from tasp_core import Machine, PlanError
 from tasp_core.lab.results import write
-
 from visualize import Figure
 
 from .uneven import HEAD_DIM, HEADS, KV_BYTES, TOKENS, Planner, machines, planned, ratio, scores

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tasp_course.unit_07 import HEADS, KV_BYTES, RACES, Messages
-
 from tasp_core import Machine
+from tasp_course.unit_07 import HEADS, KV_BYTES, RACES, Messages
 
 
 def _no_sharing(machine: Machine, messages: Messages) -> float:

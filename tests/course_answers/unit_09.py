@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tasp_course.uneven import Have, Rate, Sent
-
 from tasp_core import Machine
+from tasp_course.uneven import Have, Rate, Sent
 
 
 def _into(machine: Machine, nbytes: float, count: int = 1) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tasp_course.unit_10 import Route
 from torch import Tensor
+
+from tasp_course.unit_10 import Route
 
 Grads = tuple[Tensor, Tensor, Tensor]
 

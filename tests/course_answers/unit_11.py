@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+
 from tasp_course.unit_11 import Clock, Run, fitted
 
 JOB = {
