@@ -2,7 +2,7 @@
 # # 9. Planners
 #
 # Afterwards you can say how fast a machine could be at best, write a planner for a machine whose links
-# differ, and hold it to that bound. Needs units 5, 6 and 7.
+# differ, and hold it to that bound. Needs units 5 to 7.
 
 # %% tags=["setup"]
 import tasp_core as tasp
@@ -150,7 +150,8 @@ unit.against(machine, patient)
 # %% [markdown]
 # Ideas: cut keys into more pieces (`unit.planned(machine, patient, pieces=4)`); try several thresholds and
 # keep the plan that `unit.ratio` likes best; look ahead for ranks that will be last.
-#
+
+# %% [markdown]
 # ## Recap (5 min)
 #
 # 1. 5 ranks with 1 GB of keys each. 40 GB/s come into rank 3 over all its links. At least how many seconds?

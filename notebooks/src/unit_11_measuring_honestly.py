@@ -2,7 +2,7 @@
 # # 11. Measuring honestly
 #
 # Afterwards you can write a benchmark that is fair, fit a machine's figures from it, prepare a job for a
-# cluster, and read result files. Needs units 0 and 7.
+# cluster, and read result files. Needs unit 0 and unit 7.
 
 # %% tags=["setup"]
 import json
@@ -28,7 +28,7 @@ for rank, samples in enumerate(unit.first_calls()):
 #
 # ## Exercise 1: a benchmark that warms up (10 min)
 #
-# `unit.Fake` is something to measure whose costs are known: its first call takes 40 times as long, one is
+# `unit.Fake` is something to measure whose costs are known: its first call takes far longer, one is
 # disturbed. Here is a hasty benchmark:
 
 

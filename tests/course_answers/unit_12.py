@@ -1,0 +1,80 @@
+"""Wrong answers to the exercises of unit 12."""
+
+from __future__ import annotations
+
+import tasp_core as tasp
+from tasp_core import Machine, Plan
+from tasp_course.unit_12 import HEADS, ROW, Messages, busiest, machine_of, texts
+
+MI300X = {"text": texts()["mi300x"], "tflops": 450}
+ON = machine_of(MI300X)
+
+
+def _plan(schedule: str, layout: str, row: tuple[int, ...] = ROW) -> Plan:
+    return tasp.plan(row, ON.ranks, schedule=schedule, layout=layout, machine=ON)
+
+
+def _lost_hop() -> Plan:
+    plan = _plan("tasp", "per_document")
+    return plan.with_hops(plan.hops(backward=True).words()[1:])
+
+
+def _busy(machine: Machine, messages: Messages) -> dict[str, float]:
+    busy: dict[str, float] = {}
+    for src, dst, nbytes in messages:
+        for name in machine.resources(src, dst):
+            busy[name] = busy.get(name, 0) + nbytes / machine.capacity_gbps(name) / 1e9
+    return busy
+
+
+def _one_step(machine: Machine, steps: list[Messages]) -> float:
+    return max(_busy(machine, steps[0]).values())
+
+
+def _alone(machine: Machine, steps: list[Messages]) -> float:
+    return sum(max(n / machine.route_gbps(a, b) / 1e9 for a, b, n in some) for some in steps)
+
+
+def _all_bytes(machine: Machine, steps: list[Messages]) -> float:
+    return sum(sum(_busy(machine, some).values()) for some in steps)
+
+
+GOOD = _plan("tasp", "per_document")
+TIMES = tasp.simulate(GOOD, **HEADS)
+DEFENCE = {
+    "plan": GOOD,
+    "busiest": max(busiest(GOOD), key=busiest(GOOD).__getitem__),
+    "bounds": TIMES.comm_s / (TIMES.bound_s or 1),
+    "hidden": "yes",
+}
+
+WRONG = {
+    "check_machine": {
+        "no table": {"text": "GPU topology of our cluster", "tflops": 450},
+        "flops, not teraflops": {**MI300X, "tflops": 450e12},
+        "one GPU": {"text": texts()["one_gpu"], "tflops": 450},
+        "no kernel rate": {"text": texts()["mi300x"]},
+    },
+    "check_plan": {
+        "contiguous": _plan("ring", "contiguous"),
+        "even as if one document": _plan("tasp", "zigzag"),
+        "another row": _plan("tasp", "per_document", (65536,)),
+        "a lost hop": _lost_hop(),
+        "a name": "tasp",
+    },
+    "check_prediction": {
+        "the first step": _one_step,
+        "all resources one after the other": _all_bytes,
+        "half": lambda machine, steps: _alone(machine, steps) / 2,
+        "a constant": lambda machine, steps: 0.9,
+    },
+    "check_defence": {
+        "no such resource": {**DEFENCE, "busiest": "the network"},
+        "the bound itself": {**DEFENCE, "bounds": 1.0},
+        "not hidden": {**DEFENCE, "hidden": "no"},
+    },
+    "check_recap": {
+        "yes": ["yes", "check", "bytes", "recorded", 1.25],
+        "the other way round": ["no", "check", "bytes", "recorded", 0.8],
+    },
+}
