@@ -99,8 +99,9 @@ def test_at_most_two_calls_a_step_and_no_copies_where_layouts_are_dense(sample):
             masks = [call.causal for call in step.compute.calls]
             assert len(masks) == len(set(masks))  # one FULL, one CAUSAL
             counted += len(masks)
-            # guests meet keys from several places at once
+            # guests meet keys from several places at once; what stays longer lies apart
             dense &= not len(p.schedule.meets.step)
+            dense &= p.schedule.name not in ("trees", "paced", "double_ring")
             assert step.compute.gather is None or not dense, str(p)
             for call in step.compute.calls:
                 seq = call.sequences

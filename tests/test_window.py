@@ -7,6 +7,7 @@ itself and shares nothing with the tiles that are run.
 from __future__ import annotations
 
 import itertools
+import sys
 import json
 import random
 
@@ -237,13 +238,15 @@ def test_wrong_windows_are_seen(monkeypatch):
     assert judge.errors([run_rank(0, None, good, inputs)[0]], good).ok
     for wrong in ((20, 0), (18, 0), (19, 1)):
         bad_docs = tasp.Documents.of([300], window=20)
-        bad_docs.__dict__["window_size"] = wrong
+        bad_docs.__dict__["window_size"] = wrong  # they are equal, so nothing may be remembered
+        sys.modules["tasp_core.plan"]._planned.cache_clear()
         p = tasp.plan(bad_docs, 1)
         execute.program_of.cache_clear()
         assert not judge.errors([run_rank(0, None, p, inputs)[0]], p).ok
         with pytest.raises(tasp.PlanError, match="pairs are computed"):
             tasp.check(p)
     execute.program_of.cache_clear()
+    sys.modules["tasp_core.plan"]._planned.cache_clear()
 
 
 def test_plans_keep_their_window():
