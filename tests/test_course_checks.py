@@ -45,6 +45,10 @@ def test_there_are_no_other_notebooks():
     assert set(HERE.rglob("*.ipynb")) == set(BUILT)
 
 
+def test_all_units_are_there():
+    assert [source.stem[5:7] for source in units()] == [f"{number:02}" for number in range(13)]
+
+
 @UNITS
 def test_a_unit_has_its_parts(source):
     some = cells(source)

@@ -15,8 +15,8 @@
 # something to play with, and five recap questions. The solved notebooks are in `solved/`, under the same
 # names.
 #
-# Half a day: units 1, 2, 5, 6. One day: 1 to 7. Begin with unit 0 in any case: it takes minutes and
-# shows whether everything works here:
+# Half a day: units 1, 2, 5, 6. One day: 1 to 7. A term: all. Begin with unit 0 in any case: it takes
+# minutes and shows whether everything works here:
 
 # %%
 import tasp_core as tasp

@@ -14,7 +14,7 @@ from tasp_course.export import execute, to_html
 pytestmark = pytest.mark.browser
 
 # a unit, its cell with sliders, the slider that is moved
-PLAYED = [("2", "explore_schedule(", 0), ("6", "explore_rings(", 0), ("8", "explore_", 0)]
+PLAYED = [("2", "explore_schedule(", 0), ("6", "explore_rings(", 0), ("8", "explore_mask(", 0)]
 HAVE = {p.stem[5:7].lstrip("0") or "0" for p in units()}
 
 
@@ -37,6 +37,41 @@ def test_a_learner_opens_a_unit_runs_it_and_moves_a_slider(unit, cell, slider, t
         move_slider(page, slider)
         assert figure(page) != before
         shoot(page, f"unit-{unit}-after")
+
+
+RING = """def ring(n):
+    return [f"t{t} {r}>{(r + 1) % n} kv{(r - t) % n}.0" for t in range(n - STEPS) for r in range(n)]"""
+
+
+def test_a_learner_types_answers_until_one_is_right(tmp_path):
+    shutil.copytree(HERE / "learner", tmp_path / "learner")
+    with Lab(tmp_path) as lab, lab.page(f"learner/{units(['2'])[0].stem}.ipynb") as page:
+        run_all(page)
+        for answer, verdict in (
+            ("1 / 0", "still to do"),
+            (RING.replace("STEPS", "2"), "not yet"),
+            (RING.replace("STEPS", "1"), "right"),
+        ):
+            number = next(
+                i for i, c in enumerate(cells(page)) if "check_ring" in "".join(c["source"])
+            )
+            page.evaluate(
+                "i => { const nb = jupyterapp.shell.currentWidget.content;"
+                " nb.activeCellIndex = i; nb.mode = 'edit'; nb.scrollToItem(i); }",
+                number - 1,
+            )
+            page.wait_for_timeout(500)
+            page.keyboard.press("Control+A")
+            page.keyboard.insert_text(answer)
+            page.keyboard.press("Shift+Enter")
+            page.keyboard.press("Shift+Enter")
+            page.wait_for_function(
+                "([i, word]) => jupyterapp.shell.currentWidget.content.model.toJSON().cells[i]"
+                ".outputs.some(o => o.data && o.data['text/plain'].startsWith(word))",
+                arg=[number, verdict],
+                timeout=20_000,
+            )
+        shoot(page, "unit-2-right")
 
 
 def test_the_index_opens(tmp_path):
