@@ -19,6 +19,7 @@ from .marks import INNER, Drawing, Marks, disc, fit, line, number, rect, small, 
 from .timeline import seconds
 
 LEFT, RIGHT, TOP, HIGH = 90.0, 330.0, 40.0, 360.0
+LONG = 5  # powers of ten whose 2 and 5 would not fit
 # TASP, arXiv 2509.26541: MI300X, full mask, batch 48, 10K to 100K tokens: (CCR, speed-up over Ring)
 PUBLISHED = ((0.39, 2.4), (0.65, 1.8), (0.80, 1.5), (0.98, 1.3), (1.17, 1.1))
 DASHES = {"measured": "", "modelled": "7 4", "bound": "2 4"}
@@ -50,9 +51,10 @@ class Axis(NamedTuple):
         return self.px * math.log(value / self.low) / math.log(self.high / self.low)
 
     def ticks(self) -> list[float]:
-        """1, 2, 5 times powers of ten inside."""
+        """Powers of ten inside, and on a short axis 2 and 5 times these."""
         first, last = (math.floor(math.log10(x)) for x in (self.low, self.high))
-        some = (m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5))
+        steps = (1, 2, 5) if last - first < LONG else (1,)
+        some = (m * 10.0**e for e in range(first, last + 1) for m in steps)
         return [x for x in some if self.low <= x <= self.high]
 
 
@@ -62,7 +64,7 @@ def _axes(x: Axis, y: Axis, x_name: str, y_name: str, show: Callable[[float], st
     for tick in x.ticks():
         at = LEFT + x.at(tick)
         marks += [
-            line(complex(at, TOP), complex(at, foot)),
+            line(complex(at, TOP), complex(at, foot), stroke=PALE),
             small(complex(at, foot + 14), number(tick)),
         ]
     for tick in y.ticks():

@@ -66,6 +66,10 @@ VIEWS: dict[str, tuple[View, ...]] = {
         View("plain_cpu_s", ("plain kernel, run",), "", "s", "measured", "processor time of one process"),
         View("rank_cpu_s", ("rank",), "", "s", "measured", "processor time of each rank"),
     ),
+    "capstone": (
+        View("cases", ("name",), "seconds", "s", "measured", "communication on emulated machines"),
+        View("cases", ("name",), "modelled_s", "s", "modelled", "the same passes, simulated"),
+    ),
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def hasty(run, clock, repeats):
 
 
 fake = unit.Fake()
-print(hasty(fake.run, fake.clock, 5), "s; the calls took", fake.costs)
+print(f"{hasty(fake.run, fake.clock, 5):.2f} s; the calls took", fake.costs)
 
 # %% [markdown]
 # Write a better one: one call or more to warm up, then `repeats` calls timed one by one, their median.
@@ -89,8 +89,8 @@ unit.check_slowest(pass_s)
 # ## Exercise 3: latency and bandwidth (12 min)
 #
 # From sizes and seconds of single messages, return `(latency_s, gbps)` of the model
-# `latency_s + nbytes / (gbps * 1e9)`. Each sample is off by some per cent of itself, and sizes differ a
-# million times: plain least squares would look at the largest message alone. Dividing each equation by
+# `latency_s + nbytes / (gbps * 1e9)`. Each sample is off by some per cent of itself, and sizes differ
+# widely: plain least squares would look at the largest message alone. Dividing each equation by
 # its measured time gives all the same weight.
 
 # %%

@@ -23,7 +23,8 @@ for name, text in unit.texts().items():
     print(name.ljust(16), parse_topology(text).ranks, "ranks")
 
 # %%
-print("\n".join(unit.texts()["v100_cube"].splitlines()[:14]))
+for line in unit.texts()["v100_cube"].splitlines()[:9]:
+    print(line.expandtabs(6)[:66])
 
 # %% [markdown]
 # ## Exercise 1: bring a topology (10 min)
@@ -69,8 +70,8 @@ unit.check_plan(plan)
 # %%
 ring = tasp.plan(ROW, machine.ranks, schedule="ring", layout="zigzag", machine=machine)
 mine_or_ring = ring if plan is ... else plan
-pair = {"ring, zigzag": ring, "my plan": mine_or_ring}
-visualize.compare([(name, tasp.simulate(p, **HEADS)) for name, p in pair.items()])
+plans = [("ring, zigzag", ring)] + [("my plan", plan)] * (plan is not ...)
+visualize.compare([(name, tasp.simulate(p, **HEADS)) for name, p in plans])
 
 # %% [markdown]
 # ## Exercise 3: predict an emulated pass (15 min)
@@ -104,9 +105,8 @@ def predict(machine, steps):
 unit.check_prediction(predict)
 
 # %%
-print(f"within {unit.NEAR:.0%} is asked for; recorded:")
-for case in unit.recorded():
-    print(case)
+print(f"within {unit.NEAR:.0%} is asked for; these were recorded:")
+visualize.results(unit.RECORD)
 
 # %% [markdown]
 # ## Play (8 min)

@@ -13,10 +13,10 @@ from tasp_core import Documents, Machine, Plan, PlanError, TopologyError
 from tasp_core.lab.wiring import emulated, wiring
 from tasp_core.parse_topology import parse_topology
 
-from .rehearsal import KV_BYTES, TOPOLOGIES, Rehearsal, emulate, recorded, rehearse
+from .rehearsal import KV_BYTES, RECORD, TOPOLOGIES, Rehearsal, recorded, rehearse
 from .verdict import Verdict, exercise, expect, is_stub, recap
 
-__all__ = ["Rehearsal", "emulate", "recorded", "rehearse", "texts"]
+__all__ = ["RECORD", "rehearse"]
 
 ROW = (30000, 8000, 4000, 12000, 11536)
 HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
