@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,22 @@ def test_the_packed_rows_are_the_result_file():
             shown = [f"{row[k]:.3f}" for k in ("work_max_mean", "tokens_max_mean", "moved_percent")]
             assert line.split()[2:5] == shown
             assert line.split()[5] == f"{row['compile_ms']:.1f}"
+
+
+def test_the_emulated_links_are_the_result_file():
+    result = json.loads((RESULTS / "fabric.json").read_text())
+    assert result["right"]
+
+    def shown(start, part):
+        case = next(c for c in result["cases"] if c["title"].startswith(start))
+        for method in case["methods"]:
+            runs = [v for k, v in method["samples"].items() if k.startswith(part)]
+            seconds = statistics.median(map(sum, zip(*runs, strict=True)))
+            yield f"{method['label']} {seconds:.2f}"
+
+    lines = README[README.index("## Links that are really limited") :]
+    found = [*shown("mesh: mesh8@20Mbit, 2240 tokens, full, heads 4:", "whole")]
+    found += [*shown("packed", "whole"), *shown("nodes", "communication")]
+    assert len(found) == 14
+    for text in found:
+        assert text in lines or text.startswith("TASP rails"), text
