@@ -7,9 +7,9 @@ itself and shares nothing with the tiles that are run.
 from __future__ import annotations
 
 import itertools
-import sys
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
