@@ -9,11 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import psutil
 import pytest
 
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
+import nbformat
+
 from tasp_course.build import HERE, KINDS, notebook, tags, units
 from tasp_course.export import execute
 
