@@ -81,12 +81,45 @@ def complete(moves: Hops, away: Meets, shape: tuple[int, int, int]) -> Routes:
 
 
 @dataclass(frozen=True)
-class RankPairs(Schedule):
-    """One share a rank; where the queries of each pair of ranks meet the keys."""
+class Routed(Schedule):
+    """A schedule compiled for a layout into Routes."""
 
     layout: Layout | None = None
 
     uneven = True
+
+    @property
+    def _layout(self) -> Layout:
+        if self.layout is None:
+            raise PlanError(
+                f"schedule {self.name!r} is compiled for a layout; make it with tasp.plan(...)"
+            )
+        return self.layout
+
+    @cached_property
+    @abstractmethod
+    def _routes(self) -> Routes:
+        """All hops, and what is computed away from home."""
+
+    @property
+    def meets(self) -> Meets:
+        return self._routes.meets
+
+    def forward(self, rank: int | None) -> Hops:
+        return of_rank(self._routes.forward, rank)
+
+    def gradients(self, rank: int | None) -> Hops:
+        return of_rank(self._routes.returns, rank)
+
+    def num_steps(self, *, backward: bool = False) -> int:
+        step = self.hops(backward=backward).step
+        return int(step.max()) + 1 if step.size else 0
+
+
+@dataclass(frozen=True)
+class RankPairs(Routed):
+    """One share a rank; where the queries of each pair of ranks meet the keys."""
+
     buffer: ClassVar[float] = 0.0  # travelling keys and guests, in shards
     guests: ClassVar[float] = 0.0
 
@@ -96,11 +129,7 @@ class RankPairs(Schedule):
 
     @cached_property
     def _areas(self) -> np.ndarray:
-        if self.layout is None:
-            raise PlanError(
-                f"schedule {self.name!r} is compiled for a layout; make it with tasp.plan(...)"
-            )
-        return rank_areas(self.layout)
+        return rank_areas(self._layout)
 
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Ranks (a, b), a != b, where a's queries see some of b's keys."""
@@ -121,24 +150,10 @@ class RankPairs(Schedule):
         return complete(moves._replace(step=step), meets, (self.ranks, self.ranks, 1))
 
     @property
-    def meets(self) -> Meets:
-        return self._routes.meets
-
-    @property
     def promise(self) -> Promise:
         return busiest(self._routes.forward, self.ranks, self.node_size)._replace(
             buffer=self.buffer, guests=self.guests
         )
-
-    def forward(self, rank: int | None) -> Hops:
-        return of_rank(self._routes.forward, rank)
-
-    def gradients(self, rank: int | None) -> Hops:
-        return of_rank(self._routes.returns, rank)
-
-    def num_steps(self, *, backward: bool = False) -> int:
-        step = self.hops(backward=backward).step
-        return int(step.max()) + 1 if step.size else 0
 
 
 def of_rank(table: Hops, rank: int | None) -> Hops:

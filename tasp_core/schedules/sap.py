@@ -26,8 +26,8 @@ import numpy as np
 
 from ..errors import PlanError, whole
 from ..layout import Layout
-from .base import KV, NO_MEETS, Hops, Meets, Promise, Q, Schedule
-from .helper import Routes, busiest, complete, of_rank
+from .base import KV, NO_MEETS, Hops, Meets, Promise, Q
+from .helper import Routed, Routes, busiest, complete
 from .needs import Wants
 from .offload import offload
 
@@ -49,15 +49,13 @@ def fill_steps(
 
 
 @dataclass(frozen=True)
-class Sap(Schedule):
+class Sap(Routed):
     """only what the row's documents need, compiled rank by rank (HSAP's inter-node part)"""
 
-    layout: Layout | None = None
     buffer_tokens: int = 0  # a step's arrivals; 0: the largest rank's tokens
     move_q: bool = False
 
     name = "sap"
-    uneven = True
 
     def __post_init__(self) -> None:
         whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
@@ -70,12 +68,6 @@ class Sap(Schedule):
     def options(self) -> dict[str, Any]:
         given = {"buffer_tokens": self.buffer_tokens} if self.buffer_tokens else {}
         return {**super().options, **given, "move_q": self.move_q}
-
-    @property
-    def _layout(self) -> Layout:
-        if self.layout is None:
-            raise PlanError("schedule 'sap' is compiled for a layout; make it with tasp.plan(...)")
-        return self.layout
 
     @cached_property
     def _budget(self) -> int:
@@ -147,10 +139,6 @@ class Sap(Schedule):
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
 
     @property
-    def meets(self) -> Meets:
-        return self._routes.meets
-
-    @property
     def promise(self) -> Promise:
         if self.layout is None:
             return Promise(1, 1, 2.0)
@@ -163,13 +151,3 @@ class Sap(Schedule):
         size = self._wants.shares.size[np.searchsorted(self._wants.shares.owner, q.owner) + q.share]
         guests = int(np.bincount(q.dst, size, minlength=1).max())
         return Promise(link, across, (2 * self._budget + slack) / largest, guests / largest)
-
-    def forward(self, rank: int | None) -> Hops:
-        return of_rank(self._routes.forward, rank)
-
-    def gradients(self, rank: int | None) -> Hops:
-        return of_rank(self._routes.returns, rank)
-
-    def num_steps(self, *, backward: bool = False) -> int:
-        step = self.hops(backward=backward).step
-        return int(step.max()) + 1 if step.size else 0
