@@ -14,7 +14,7 @@ NOTEBOOKS := ^ *\# notebooks
 OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
     requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
-.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow test-course fabric-bench lint \
+.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow test-course test-fabric fabric-bench lint \
     notebooks course bench clean
 .DEFAULT_GOAL := help
 
@@ -37,6 +37,9 @@ test-browser: $(VENV)/.notebooks-ok ## notebooks in JupyterLab and Chromium (nee
 
 test-course: $(VENV)/.notebooks-ok ## every notebook of the course from top to bottom, learner's and solved (minutes)
 	$(PY) -m pytest -m course tests/test_course.py
+
+test-fabric: $(VENV)/.ok ## real ranks over emulated links, timed (Linux; root or user namespaces)
+	$(PY) -m pytest -m fabric tests/test_fabric.py
 
 test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outside (minutes)
 	$(PY) -m pytest -m slow

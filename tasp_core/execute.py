@@ -26,7 +26,7 @@ from .program import Compute, Program, Runs, Step
 from .queries import Queries
 from .schedules import OUT
 from .transport import Buffers, Exchange, Wait
-from .views import once
+from .views import aligned, once
 
 program_of = lru_cache(maxsize=128)(lower)
 MANY = 8  # from this number of runs on, one indexed operation instead of one for each run
@@ -255,7 +255,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        kv = run.pack(k, v)
+        q, kv = aligned(q), run.pack(k, v)
         out, lse = run_forward(run, q, k, v, kv)
         out = out.to(q.dtype)
         ctx.run = run
@@ -267,6 +267,6 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[None, Tensor, Tensor, Tensor]:
         q, k, v, out, lse, *kept = ctx.saved_tensors
-        grads = run_backward(ctx.run, dout, q, k, v, out, lse, *kept)
+        grads = run_backward(ctx.run, aligned(dout), q, k, v, out, lse, *kept)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
         return None, dq, dk, dv

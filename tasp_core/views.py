@@ -30,6 +30,17 @@ def once(array: np.ndarray, kind: str, device: torch.device, make: Callable[[], 
     return _MADE[key]
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x [..., D], copied where a row may start off a 16-byte border.
+
+    GPU kernels refuse such rows; matrix products on some CPUs round them differently.
+    """
+    apart = [x.storage_offset(), *x.stride()[:-1]]
+    if x.stride(-1) == 1 and all(n * x.itemsize % 16 == 0 for n in apart):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class Picker:
     """Query and key rows of a call, end to end, and their cumulative lengths on the device.
 

@@ -1,6 +1,7 @@
 """The emulated network: machines as wires, real ranks inside, limits that hold, nothing left behind.
 
-What builds namespaces is skipped, with the reason, where neither root nor user namespaces allow it.
+What builds namespaces is `make test-fabric`, which wants a quiet machine, and is skipped, with the
+reason, where neither root nor user namespaces allow it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from tasp_core.lab.wiring import emulated, wiring
 from tasp_core.launch import RankError
 
 REASON = fabric.missing()
-built = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def built(test):
+    """A test on real namespaces."""
+    return pytest.mark.fabric(pytest.mark.skipif(bool(REASON), reason=REASON)(test))
+
+
 SWITCH = Machine("switch", 3, port_gbps=0.0025)  # 20 Mbit/s
 MESH = emulated(tasp.machine("mesh4"), link_mbit=20.0)
 
@@ -114,19 +121,19 @@ def _attend(rank, group, plans, inputs, judge):
 
 @pytest.fixture(scope="module")
 def mesh():
-    if REASON:
-        pytest.skip(REASON)
     docs = tasp.Documents.of([2560])
     inputs, plans = rows(docs), [tasp.plan(docs, 4, schedule=s) for s in ("ring", "tasp")]
     with Fabric(MESH) as net:
         return net.launch(_attend, plans, inputs, Judge(inputs, docs), timeout_s=60.0)
 
 
+@built
 def test_attention_inside_is_the_oracle(mesh):
     for errors, _ in mesh:
         assert [e.ok for e in errors] == [True, True]
 
 
+@built
 def test_links_are_limited_and_many_rings_use_them_all(mesh):
     ring, many = (
         min(slowest([samples[i] for _, samples in mesh])["communication forward"]) for i in (0, 1)

@@ -126,15 +126,15 @@ def network(bench: Bench, node_size: int) -> dict[str, Any]:
     """Machine fields of links, ports and NICs.
 
     One rank to all its mates at once gets as much as to each alone times their number: a mesh; as
-    much as to one of them: a port that they share.
+    much as to one of them: a port that they share. With a single mate both are the same: a link.
     """
     found: dict[str, Any] = {}
     if node_size > 1:
         alone = _rates(bench, node_size, inside=True)
         usual = float(np.median([*alone.values()]))
         mates = [(0, b) for b in range(1, node_size)]
-        together = len(mates) * bench.gbps("0 to all its mates", mates)
-        mesh = together > 0.5 * (1 + len(mates)) * usual
+        together = len(mates) * bench.gbps("0 to all its mates", mates) if mates[1:] else usual
+        mesh = not mates[1:] or together > 0.5 * (1 + len(mates)) * usual
         found["link_gbps" if mesh else "port_gbps"] = usual if mesh else max(usual, together)
         if mesh:
             found["overrides"] = {f"link {k}": v for k, v in alone.items() if v < SLOW * usual}
