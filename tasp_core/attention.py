@@ -128,8 +128,11 @@ def _attention(
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     if plan.intra == 1:
         out, lse = inner(q, k, v)
+        if exchange:
+            exchange.settle()
     else:
         assert exchange is not None
+        exchange.settle()
         out, lse = around(inner, _group(exchange.group, plan, rank, q, k), q, k, v)
     if batched:
         out, lse = out.transpose(0, 1), lse.transpose(0, 1)
@@ -250,11 +253,16 @@ def hash_text(data: bytes) -> str:
 
 
 def _agree(exchange: Any, note: dict[str, str]) -> None:
-    """Handshake: on gloo before every call; on a GPU, where it costs a host synchronisation, once."""
+    """Handshake: on gloo at every call, beside its first step; on a GPU, where it costs a host
+    synchronisation, once, before it."""
     key = tuple(note.values())
-    agreed = _agreed_notes(exchange.group)
-    if exchange.on_cpu or key not in agreed:
+    if exchange.on_cpu:
         exchange.handshake(note)
+        if note.get("error"):
+            exchange.settle()
+    elif key not in (agreed := _agreed_notes(exchange.group)):
+        exchange.handshake(note)
+        exchange.settle()
         agreed[key] = None
         if len(agreed) > 4096:
             agreed.pop(next(iter(agreed)))

@@ -8,7 +8,7 @@ Shapes: T this rank's tokens, H query heads, K key/value heads, D key dim, E val
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,8 +28,18 @@ from .schedules import OUT
 from .transport import Buffers, Exchange, Wait
 from .views import aligned, once
 
-program_of = lru_cache(maxsize=128)(lower)
 MANY = 8  # from this number of runs on, one indexed operation instead of one for each run
+
+
+@lru_cache(maxsize=128)
+def program_of(
+    plan: Plan, rank: int, *, backward: bool, keep_kv: bool = False, computes: bool = True
+) -> Program:
+    """The rank's lowered program, remembered; without `computes` its exchange alone."""
+    program = lower(plan, rank, backward=backward, keep_kv=keep_kv)
+    if computes:
+        return program
+    return replace(program, steps=tuple(s._replace(compute=None) for s in program.steps))
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,10 @@ class Context:
     keep_kv: bool = False
 
     def program(self, *, backward: bool) -> Program:
-        return program_of(self.plan, self.rank, backward=backward, keep_kv=self.keep_kv)
+        return program_of(
+            self.plan, self.rank, backward=backward, keep_kv=self.keep_kv,
+            computes=self.kernel.computes,
+        )  # fmt: skip
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """K and V of the rank as one buffer, so that they travel as one message, and room for others'.

@@ -37,6 +37,7 @@ class Kernel(ABC):
     """A forward and a backward over the sequences of a call."""
 
     name = ""
+    computes = True  # whether calls are made at all; without, a pass is its exchange alone
     native_partials = (
         False  # whether partial results come in the input dtype even when it is narrow
     )

@@ -41,6 +41,7 @@ def _check_on_all(local: Tensor, dim: int, plan: Plan, group: Any, what: str) ->
     exchange = Exchange(group)
     text = _complaint(local, dim, plan.num_tokens(exchange.rank), what)
     exchange.handshake({"error": text, "plan": plan.fingerprint()[:16]}, LayoutError)
+    exchange.settle()
 
 
 def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:

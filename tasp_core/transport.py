@@ -8,11 +8,13 @@ is the group's own time-out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,13 @@ from .schedules import DKV, KINDS, KV
 Wait = Callable[[], None]
 Buffers = dict[str, Tensor]
 NOTE_BYTES = 4096
-TAGS = 1 << 12
+TAGS, STEPS = 1 << 12, 1 << 4  # with 15 bits of salt a tag has 31
 PARTS = 64
+_CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def _settled() -> None:
+    """Nothing to compare."""
 
 
 class Exchange:
@@ -38,45 +45,70 @@ class Exchange:
     """
 
     def __init__(self, group: Any, members: Sequence[int] | None = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         own, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if own < 0:
             raise PlanError("this process is not in the group it passed to attention")
         self.members = list(range(self.world) if members is None else members)
         self.rank, self.ranks = self.members.index(own), len(self.members)
         self.on_cpu = dist.get_backend(self.group) != "nccl"
+        self._salt, self._open = 0, _settled
 
-    def _device(self) -> torch.device:
-        return (
-            torch.device("cpu")
-            if self.on_cpu
-            else torch.device("cuda", torch.cuda.current_device())
+    def _bytes(self, data: bytes) -> Tensor:
+        device = "cpu" if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+    def _failure(self, t: int, what: str, error: RuntimeError) -> TransportError:
+        """A failure of gloo or NCCL as an error that says who waited for what."""
+        return TransportError(
+            f"rank {self.rank}, step {t}: {what} failed; look for that rank's own error "
+            f"first. ({str(error).splitlines()[0]})"
         )
 
     @contextmanager
     def _naming(self, t: int, what: str) -> Iterator[None]:
-        """A failure of gloo or NCCL inside becomes an error that says who waited for what."""
         try:
             yield
         except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank}, step {t}: {what} failed; look for that rank's own error "
-                f"first. ({str(error).splitlines()[0]})"
-            ) from error
+            raise self._failure(t, what, error) from error
 
     def handshake(self, note: dict[str, str], error: type[ValueError] = PlanError) -> None:
-        """Compare what every rank is about to do; the same error on all ranks where they differ.
+        """Start to compare what every rank is about to do; `settle`, or the first wait, ends it.
+
+        Until then tags keep messages of ranks that do not agree from meeting.
 
         Args:
             note: what must be equal on all ranks; the key "error" holds a rank's own complaint.
+        """
+        calls = _CALLS[self.group] = _CALLS.get(self.group, 0) + 1
+        note = {key: value[:400] for key, value in note.items()}
+        text = json.dumps(note | {"call": str(calls)} if self.on_cpu else note).encode()
+        digest = hashlib.sha256(text).digest()
+        self._salt = int.from_bytes(digest[:2], "big") >> 1
+        mine = self._bytes(digest)
+        found = mine.new_empty((self.ranks, len(mine)))  # all at once: a gather would walk a ring
+        everyone = mine.repeat(self.ranks, 1)
+        work = dist.all_to_all_single(found, everyone, group=self.group, async_op=True)
+
+        def finish() -> None:
+            with self._naming(0, "comparing plans with the other ranks"):
+                work.wait()
+            if note.get("error") or bool((found != everyone).any()):
+                self._explain(text, error)
+
+        self._open = finish
+
+    def settle(self) -> None:
+        """End the handshake; the same error on all ranks where they differ.
 
         Raises:
-            error (PlanError): a rank's complaint, or the ranks that differ and in what.
+            error of `handshake`: a rank's complaint, or the ranks that differ and in what.
         """
-        text = json.dumps({key: value[:400] for key, value in note.items()}).encode()
-        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        mine = mine.to(self._device())
+        finish, self._open = self._open, _settled
+        finish()
+
+    def _explain(self, text: bytes, error: type[ValueError]) -> None:
+        mine = self._bytes(text.ljust(NOTE_BYTES, b"\0"))
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(everyone, mine, group=self.group)
         notes = [json.loads(row.cpu().numpy().tobytes().rstrip(b"\0")) for row in everyone]
@@ -90,48 +122,69 @@ class Exchange:
             if len(set(values)) > 1:
                 usual = max(values, key=values.count)
                 others = [r for r, v in enumerate(values) if v != usual]
-                found = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
-                lines.append(f"{key}: {found}; the others have {usual}")
-        if lines:
-            raise error(
-                "ranks are about to run different plans, nothing was exchanged; "
-                "give every rank the same documents, options and shapes. " + "; ".join(lines)
-            )
+                odd = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
+                lines.append(f"{key}: {odd}; the others have {usual}")
+        raise error(
+            "ranks are about to run different plans, nothing was exchanged; "
+            "give every rank the same documents, options and shapes. " + "; ".join(lines)
+        )
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
         recvs = [part for m in step.recvs for part in _parcels(m, buffers, receive=True)]
         sends = [part for m in step.sends for part in _parcels(m, buffers, receive=False)]
-        # gloo sends once the receiver is ready: that word must not queue up behind a message's bytes
         parcels = [*recvs, *sends]
         if not parcels:
             return lambda: None
-        ops = [
-            dist.P2POp(
-                dist.irecv if i < len(recvs) else dist.isend, p.rows, group=self.group,
-                tag=t % TAGS * TAGS + p.tag, group_peer=self.members[p.message.peer],
-            )
-            for i, p in enumerate(parcels)
-        ]  # fmt: skip
-        peers = ", ".join(sorted({str(p.message.peer) for p in parcels}))
-        with self._naming(t, f"posting {len(ops)} messages to and from ranks {peers}"):
-            pending = dist.batch_isend_irecv(ops)
+
+        def peers() -> str:
+            return "ranks " + ", ".join(sorted({str(p.message.peer) for p in parcels}))
+
+        def what(i: int) -> str:
+            if len(pending) < len(parcels):  # NCCL: one handle for all messages
+                return f"exchanging with {peers()}"
+            to = "waiting for {} from" if i < len(recvs) else "sending {} to"
+            return f"{to.format(parcels[i])} rank {parcels[i].message.peer}"
+
+        try:
+            pending = self.start(t, recvs, sends)
+        except RuntimeError as error:
+            messages = f"posting {len(parcels)} messages to and from {peers()}"
+            raise self._failure(t, messages, error) from error
 
         def wait() -> None:
+            self.settle()
             for i, work in enumerate(pending):
-                what = f"exchanging with ranks {peers}"  # NCCL: one handle for all messages
-                if len(pending) == len(ops):
-                    to = "waiting for {} from" if i < len(recvs) else "sending {} to"
-                    what = f"{to.format(parcels[i])} rank {parcels[i].message.peer}"
-                with self._naming(t, what):
+                try:
                     work.wait()
+                except RuntimeError as error:
+                    raise self._failure(t, what(i), error) from error
             for p in recvs:
-                put_rows(p.ranges, p.rows, buffers[p.message.buffer])
+                if p.ranges:
+                    put_rows(p.ranges, p.rows, buffers[p.message.buffer])
 
         return wait
 
+    def start(self, t: int, recvs: list[Parcel], sends: list[Parcel]) -> list[Any]:
+        """Start receives, then sends: gloo sends once it hears that the receiver is ready, and that
+        word must not queue up behind a message's bytes. One handle each, or one for all."""
+        group, to = self.group, self.members
+        first = (self._salt * STEPS + t % STEPS) * TAGS
+        if self.on_cpu:  # without the checks of isend and irecv, which cost as much again
+            return [
+                *(group.recv([p.rows], to[p.message.peer], first + p.tag) for p in recvs),
+                *(group.send([p.rows], to[p.message.peer], first + p.tag) for p in sends),
+            ]
+        ops = [
+            dist.P2POp(op, p.rows, group=group, tag=first + p.tag, group_peer=to[p.message.peer])
+            for op, some in ((dist.irecv, recvs), (dist.isend, sends))
+            for p in some
+        ]
+        return list(dist.batch_isend_irecv(ops))
+
     def post_all_to_all(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """The same as one all-to-all for each kind of message; packs, so it needs one more copy."""
+        self.settle()
         finish = []
         for kind in (DKV, KV):
             like = buffers.get(RECEIVES[kind])
@@ -157,6 +210,7 @@ class Exchange:
 
     def all_gather(self, own: Tensor, arena: Tensor, rows: int) -> Wait:
         """Every rank's rows, padded to `rows`, into the arena in rank order."""
+        self.settle()
         padded = own if len(own) == rows else own.new_zeros((rows, *own.shape[1:]))
         if padded is not own:
             padded[: len(own)] = own
@@ -188,9 +242,9 @@ class Parcel(NamedTuple):
     """What is sent or received at once: a message, or one part of a large one."""
 
     message: Message
-    ranges: list[tuple[int, int]]
     rows: Tensor  # a view of the buffer where its rows are adjacent
     tag: int
+    ranges: Sequence[tuple[int, int]] = ()  # buffer rows, where `rows` is no view of them
 
     def __str__(self) -> str:
         m = self.message
@@ -199,12 +253,22 @@ class Parcel(NamedTuple):
 
 def _parcels(m: Message, buffers: Buffers, *, receive: bool) -> Iterator[Parcel]:
     """Both ends know the sizes of a message's parts, so both divide it alike."""
-    ranges, dtype = m.ranges, buffers[RECEIVES[m.kind]].dtype
-    row_bytes = math.prod(buffers[m.buffer].shape[1:]) * dtype.itemsize
+    buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
+    if m.rows is None:
+        yield Parcel(m, buffer[m.low : m.low + m.count].to(dtype), m.tag * PARTS % TAGS)
+        return
+    ranges = m.ranges
+    row_bytes = math.prod(buffer.shape[1:]) * dtype.itemsize
     small = m.count * row_bytes <= len(ranges) * SMALL_BYTES
     for i, part in enumerate([ranges] if small else [[r] for r in ranges]):
         tag = (m.tag * PARTS + i) % TAGS
-        yield Parcel(m, part, (_room if receive else take_rows)(m, part, buffers), tag)
+        if not receive:
+            yield Parcel(m, take_rows(m, part, buffers), tag)
+        elif (rows := _view(part, buffer)) is not None:
+            yield Parcel(m, rows, tag)
+        else:
+            room = buffer.new_empty((sum(n for _, n in part), *buffer.shape[1:]))
+            yield Parcel(m, room, tag, part)
 
 
 def _view(ranges: list[tuple[int, int]], buffer: Tensor) -> Tensor | None:
@@ -224,18 +288,8 @@ def take_rows(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Te
     return rows.to(buffers[RECEIVES[m.kind]].dtype)
 
 
-def _room(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
-    """Where rows are received: in their place, or in new ones where they are apart."""
-    buffer = buffers[m.buffer]
-    rows = _view(ranges, buffer)
-    count = sum(n for _, n in ranges)
-    return buffer.new_empty((count, *buffer.shape[1:])) if rows is None else rows
-
-
-def put_rows(ranges: list[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
+def put_rows(ranges: Sequence[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
     """Rows that have arrived, to where they belong."""
-    if rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
-        return
     parts = rows.split([count for _, count in ranges])
     for (low, count), part in zip(ranges, parts, strict=True):
         buffer[low : low + count] = part

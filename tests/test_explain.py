@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tasp_core as tasp
 from tasp_core.lab.measure import Inputs
+from tasp_core.transport import Exchange
 
 PLANS = [
     tasp.plan([137, 201, 89], 4, schedule=s, layout=lay, machine=m, intra=a)
@@ -24,18 +25,19 @@ PLANS = [
 def counted(rank, group, plans):
     """Bytes this rank hands to torch.distributed, forward and backward."""
     sent = [0]
-    batch, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    start, all_to_all = Exchange.start, dist.all_to_all_single
 
-    def post(ops):
-        sent[0] += sum(x.tensor.numel() * x.tensor.itemsize for x in ops if x.op is dist.isend)
-        return batch(ops)
+    def post(self, t, recvs, sends):
+        sent[0] += sum(x.rows.numel() * x.rows.itemsize for x in sends)
+        return start(self, t, recvs, sends)
 
-    def exchange(into, out, into_sizes, out_sizes, **kwargs):
-        row = out[0].numel() * out.itemsize if len(out) else 0
-        sent[0] += row * (sum(out_sizes) - out_sizes[rank])
-        return all_to_all(into, out, into_sizes, out_sizes, **kwargs)
+    def exchange(into, out, *sizes, **kwargs):
+        if sizes:  # without: the handshake
+            row = out[0].numel() * out.itemsize if len(out) else 0
+            sent[0] += row * (sum(sizes[1]) - sizes[1][rank])
+        return all_to_all(into, out, *sizes, **kwargs)
 
-    dist.batch_isend_irecv, dist.all_to_all_single = post, exchange
+    Exchange.start, dist.all_to_all_single = post, exchange
     result = []
     for p in plans:
         sent[0] = 0

@@ -16,9 +16,12 @@ import tasp_core as tasp
 from tasp_core.integrations.fsdp import add_up, flat, shard_parameters
 from tasp_core.kernels import oracle
 from tasp_core.lab.llama import TinyLlama
+from tasp_core.transport import Exchange
 
 ROWS = (tasp.Documents.of([13, 1, 29, 7]), tasp.Documents.of([20, 33]))  # of unequal tokens
-COLLECTIVES = ("batch_isend_irecv", "all_to_all_single", "all_gather", "all_reduce")
+CALLS = [(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")] + [
+    (Exchange, "start")
+]
 
 
 def net(recompute="none"):
@@ -193,8 +196,8 @@ def checkpointing(rank, group, cases, wrap):
 
         return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name, getattr(dist, name)))
+    for owner, name in CALLS:
+        setattr(owner, name, counting(name, getattr(owner, name)))
     found = []
     for recompute, p in cases:
         model = net(recompute)

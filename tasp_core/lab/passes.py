@@ -1,6 +1,6 @@
 """One plan's pass on one rank, timed whole, or only its communication, or only its computation.
 
-Whole and communication are `attention` itself, the latter with a kernel that computes nothing; the
+Whole and communication are `attention` itself, the latter without any kernel call or merge; the
 computation is the executor with an exchange that brings nothing.
 """
 
@@ -18,7 +18,7 @@ from ..attention import attention
 from ..execute import Context, run_backward, run_forward
 from ..kernels import Kernel, Triple, resolve
 from ..plan import Plan
-from ..program import Call, Step
+from ..program import Step
 from ..tensors import shard
 from ..transport import Wait
 from .measure import Errors, Inputs, Judge, run_rank
@@ -30,24 +30,16 @@ Samples = dict[str, list[float]]  # by "whole forward" and the like, seconds
 
 
 class Silent(Kernel):
-    """A kernel that computes nothing: its rows are zeros."""
+    """No kernel: a pass is its exchange alone."""
 
     name = "silent"
-    native_partials = True
+    computes = False
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        rows = int(call.sequences.q_n.sum())
-        return q.new_zeros((rows, q.shape[1], v.shape[2])), q.new_zeros((rows, q.shape[1]))
+    def forward(self, *_: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("Silent is never called")
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
-        scale: float,
-    ) -> Triple:  # fmt: skip
-        rows, keys = (int(n.sum()) for n in (call.sequences.q_n, call.sequences.k_n))
-        dk, dv = (x.new_zeros((keys, *x.shape[1:])) for x in (k, v))
-        return q.new_zeros((rows, *q.shape[1:])), dk, dv
+    def backward(self, *_: Any) -> Triple:
+        raise NotImplementedError("Silent is never called")
 
 
 class Quiet:

@@ -1,0 +1,98 @@
+"""Ranks compare what they are about to do while the first step is under way already."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tasp_core as tasp
+from tasp_core import transport
+from tasp_core.lab.measure import Inputs, Judge, run_rank
+from tasp_core.lower import lower
+from tasp_core.transport import Exchange, Parcel
+
+DOCS = tasp.Documents.of([137, 201, 46])
+INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
+GOOD = [tasp.plan(DOCS, 4, schedule=s) for s in ("tasp", "ring", "sap")]
+OTHER = tasp.plan(DOCS, 4, schedule="wave", layout="striped")
+
+
+def by_turns(rank, group):
+    """Right calls, and between them calls in which the last rank has another plan."""
+    found, errors = [], []
+    for turn in range(12):
+        good = GOOD[turn % len(GOOD)]
+        found.append(run_rank(rank, group, good, INPUTS)[0])
+        try:
+            run_rank(rank, group, OTHER if rank == 3 else good, INPUTS)
+        except tasp.PlanError as error:
+            errors.append(str(error))
+    return found, errors
+
+
+def test_a_call_that_failed_leaves_nothing_to_the_next():
+    by_rank = tasp.launch(by_turns, 4, timeout_s=60.0)
+    for turn, good in enumerate(GOOD):
+        assert Judge(INPUTS, DOCS).errors([found[turn] for found, _ in by_rank], good).ok
+    for found, errors in by_rank:
+        assert len(errors) == 12
+        assert all("rank 3 has wave" in text for text in errors)
+        for turn, result in enumerate(found):
+            assert all(map(torch.equal, result, found[turn % len(GOOD)]))
+
+
+def test_a_rank_that_is_out_of_step_is_named():
+    def one_ahead(rank, group):
+        if rank == 2:
+            transport._CALLS[group] = transport._CALLS.get(group, 0) + 1
+        with pytest.raises(tasp.PlanError) as caught:
+            run_rank(rank, group, GOOD[0], INPUTS)
+        return str(caught.value)
+
+    for text in tasp.launch(one_ahead, 4):
+        assert "call: rank 2 has 2; the others have 1" in text
+
+
+class Posted:
+    """Stands for a process group: what is posted, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def recv(self, tensors, peer, tag):
+        self.calls.append(("recv", peer, tag))
+
+    def send(self, tensors, peer, tag):
+        self.calls.append(("send", peer, tag))
+
+
+def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans():
+    message = lower(GOOD[0], 0).steps[0].sends[0]
+    parcels = [Parcel(message, torch.zeros(2), tag) for tag in (0, transport.TAGS - 1)]
+    seen = set()
+    for salt in (0, 1, (1 << 15) - 1):
+        exchange = Exchange.__new__(Exchange)
+        exchange.group, exchange.on_cpu, exchange._salt = Posted(), True, salt
+        exchange.members = [10, 11, 12, 13]
+        exchange.start(transport.STEPS - 1, parcels, parcels)
+        peer = exchange.members[message.peer]
+        kinds, peers, tags = zip(*exchange.group.calls, strict=True)
+        assert kinds == ("recv", "recv", "send", "send")
+        assert set(peers) == {peer}
+        assert tags[:2] == tags[2:]
+        assert 0 <= min(tags) <= max(tags) < 1 << 31
+        assert not seen & set(tags)
+        seen |= set(tags)
+
+
+def test_what_a_handshake_costs_in_messages():
+    """One small all-to-all when all agree."""
+
+    def counted(rank, group):
+        calls, real = [], dist.all_gather
+        dist.all_gather = lambda *a, **b: calls.append(a) or real(*a, **b)
+        run_rank(rank, group, GOOD[0], INPUTS)
+        return len(calls)
+
+    assert tasp.launch(counted, 4) == [0] * 4
