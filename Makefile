@@ -56,8 +56,8 @@ lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
-notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab
-	$(PY) -m jupyterlab notebooks/index.ipynb
+notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab; its options: LAB="--no-browser --allow-root"
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(LAB)
 
 course: $(VENV)/.notebooks-ok ## build the course: notebooks, HTML, slides, teacher's kit in notebooks/html (minutes)
 	$(PY) -m tasp_course.build --html
