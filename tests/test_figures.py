@@ -32,6 +32,7 @@ from visualize import (
     topology,
 )
 from visualize.colours import colour
+from visualize.figure import CELL
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "visualize" / "results"
@@ -121,6 +122,17 @@ def test_three_forms_say_the_same(name):
     assert sorted(tips) == sorted(t for e in ET.fromstring(fig.svg)[2:] if (t := tip(e)))
     assert fig.title in bundle["text/plain"]
     assert fig.desc in bundle["text/plain"]
+
+
+def test_plotly_fits_a_cell_as_a_whole():
+    for fig in (rings(make("tasp", 8)), hops(make("ring", 4), step=0)):
+        drawn, wide = fig.plotly, float(re.search(r'width="(\d+)"', fig.svg)[1])
+        by = drawn["layout"]["width"] / wide
+        assert drawn["layout"]["width"] <= CELL < wide
+        sizes = {s for t in drawn["data"] for s in t.get("textfont", {}).get("size", ())}
+        assert max(sizes) == pytest.approx(20 * by, abs=0.1)
+        x = [v for t in drawn["data"] for v in t["x"] if v is not None]
+        assert max(x) < drawn["layout"]["width"]
 
 
 def test_plotly_accepts_every_figure():

@@ -20,6 +20,7 @@ from . import plotly_json, svg
 from .marks import MARGIN, Drawing, gridline, lines, stack
 
 MOST_RANKS = 128
+CELL = 920  # px: a cell beside JupyterLab's side bar in a window of 1,366 px
 Plans = Plan | Sequence[Plan | tuple[str, Plan]]
 
 
@@ -90,9 +91,14 @@ class Figure:
 
     @cached_property
     def plotly(self) -> dict[str, Any]:
-        """Plotly JSON: `plotly.io.from_json(json.dumps(fig.plotly))` reads it."""
-        frames = [(name, _framed(self.page(d))) for name, d in self.frames]
-        return plotly_json.figure(_framed(self.page(self.drawing)), self.title, frames, self.active)
+        """Plotly JSON, at most as wide as a notebook's cell: plotly does not fit itself in, SVG does.
+
+        `plotly.io.from_json(json.dumps(fig.plotly))` reads it.
+        """
+        whole = _framed(self.page(self.drawing))
+        by = min(1.0, CELL / whole.width)
+        frames = [(name, _framed(self.page(d)).scaled(by)) for name, d in self.frames]
+        return plotly_json.figure(whole.scaled(by), self.title, frames, self.active)
 
     def save(self, path: str | Path) -> Path:
         """Write the SVG; the path, for the next command.

@@ -51,6 +51,13 @@ class Mark(NamedTuple):
         """The mark, `by` further right and down."""
         return self._replace(points=tuple([p + by for p in self.points]))
 
+    def scaled(self, by: float) -> Mark:
+        """The mark, `by` times as large, as seen from (0, 0)."""
+        points, dash = tuple([p * by for p in self.points]), self.dash
+        if dash:
+            dash = " ".join(f"{float(part) * by:.3g}" for part in dash.split())
+        return self._replace(points=points, width=self.width * by, size=self.size * by, dash=dash)
+
 
 Marks = list[Mark]
 
@@ -61,6 +68,10 @@ class Drawing(NamedTuple):
     width: float
     height: float
     marks: Marks
+
+    def scaled(self, by: float) -> Drawing:
+        """The drawing, `by` times as large."""
+        return Drawing(self.width * by, self.height * by, [m.scaled(by) for m in self.marks])
 
 
 def number(value: float) -> str:

@@ -166,7 +166,8 @@ def _by_rank(plan: Plan, grid: Grid) -> View:
     tones, names = [colour(r) for r in range(ranks)], [f"rank {r}" for r in range(ranks)]
     keys = [(c, f"{n}: {p:.1%} of the pairs") for c, n, p in zip(tones, names, part, strict=True)]
     note = "A pair has the colour of the rank that computes it; the strips show who "
-    note += "holds which tokens. Paler: part of the cell is not visible. Grey: several ranks."
+    note += "holds which tokens. Paler: part of the cell is not visible."
+    note += " Grey: several ranks." * bool(mixed.any())
     return View(weight, mixed, tones, names, holder, keys, "computed by", (note,))
 
 
@@ -191,11 +192,11 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     keys = [(c, f"{n}: {w:,} pairs") for c, n, w in zip(tones, names, done, strict=True)]
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []
     note = f"Rank {rank} computes a pair once query and key are there. The strips show who holds which "
-    note += (
-        "tokens. Paler: part of the cell is not visible, or not this rank's. Grey: several steps."
-    )
+    note += "tokens. Paler: part of the cell is not visible, or not this rank's."
+    mixed = alternating(when) & own.any(axis=2)
+    note += " Dark grey: several steps." * bool(mixed.any())
     return View(
-        np.concatenate([own, rest], axis=2), alternating(when) & own.any(axis=2),
+        np.concatenate([own, rest], axis=2), mixed,
         [*tones, NEVER, OTHERS], [*names, "never", "other ranks"], holder,
         [*keys, (OTHERS, "pairs of other ranks")], f"rank {rank} computes in", (note,),
     )  # fmt: skip

@@ -75,7 +75,7 @@ def _texts(marks: list[Mark]) -> Trace:
         "mode": "text",
         "text": [f"<b>{w}</b>" if m.bold else w for m, w in zip(marks, words, strict=True)],
         "textposition": [PLACE[m.anchor] for m in marks],
-        "textfont": {"size": [int(m.size) for m in marks], "color": [m.fill for m in marks]},
+        "textfont": {"size": [_short(m.size) for m in marks], "color": [m.fill for m in marks]},
         "hoverinfo": "skip",
     }
 
@@ -114,7 +114,7 @@ def _turned(m: Mark) -> dict[str, Any]:
     z = m.points[0]
     return {
         "x": _short(z.real), "y": _short(z.imag), "text": m.words, "textangle": m.turn,
-        "showarrow": False, "font": {"size": int(m.size), "color": m.fill},
+        "showarrow": False, "font": {"size": _short(m.size), "color": m.fill},
     }  # fmt: skip
 
 
