@@ -182,11 +182,12 @@ class Plan:
     def summary(self) -> str:
         """One line: what the plan is."""
         docs, shares = self.docs, self.schedule.num_shares
+        num = len(docs.lengths)
         steps = self.schedule.num_steps()
         window = "" if docs.window is None else f" in a window of {docs.window}"
         return (
             f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
-            f"in {len(docs.lengths)} documents, {'causal' if docs.causal else 'full'}{window}; "
+            f"in {num} document{'s' * (num != 1)}, {'causal' if docs.causal else 'full'}{window}; "
             f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
         )
 
