@@ -42,7 +42,8 @@ def test_notebooks_are_those_of_their_sources(path):
 
 
 def test_there_are_no_other_notebooks():
-    assert set(HERE.rglob("*.ipynb")) == set(BUILT)
+    found = {p for p in HERE.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts}
+    assert found == set(BUILT)
 
 
 def test_all_units_are_there():
@@ -99,6 +100,31 @@ def test_an_answer_that_raises_is_wrong_and_does_not_raise(source):
     for name in wrong_answers(source):
         verdict = getattr(checks(source), name)(broken)
         assert verdict.state == "wrong", (name, verdict)
+
+
+def test_of_a_rank_that_raises_a_check_says_which_and_what_and_no_more():
+    def typo(rank, group):
+        return rank + "of"
+
+    verdict = checks(units(["0"])[0]).check_hello(typo)
+    assert verdict.state == "wrong"
+    assert re.fullmatch(
+        r"your answer raised TypeError on rank \d: unsupported operand .*", verdict.hint
+    )
+
+
+def test_a_function_that_returns_nothing_is_told_so():
+    verdict = checks(units(["0"])[0]).check_hello(lambda rank, group: None)
+    assert repr(verdict) == "still to do: your function returns nothing yet"
+
+
+@UNITS
+def test_a_unit_ends_with_the_way_on(source):
+    last = notebook(source, "learner")["cells"][-1]["source"]
+    after = units()[units().index(source) + 1 :]
+    assert last.endswith("[All units](../index.ipynb)")
+    assert last.startswith("Next: ") == bool(after)
+    assert not after or f"({after[0].stem}.ipynb)" in last
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 #
 # One long row of tokens, many accelerators: who sends whose keys to whom, and when? You draw the
 # answer, prove it, run it on real processes of this machine, and predict how long it takes on others.
-# No GPU and no network are needed.
+# No GPU and no network are needed, and no knowledge of `torch.distributed`; Python, a little of torch's
+# tensors, and what attention computes.
 #
 # <!-- units -->
 #
 # ## How a unit works
 #
-# Run its cells from the top, one by one: Shift+Enter. It begins with a picture and a question. Then come
-# exercises: a cell with `...` to be replaced, and right below it a check, to be run as often as you like.
-# It says `still to do`, `not yet` with a hint, or `right`; it never stops the notebook. Then there is
-# something to play with, and five recap questions. The solved notebooks are in `solved/`, under the same
-# names.
+# Run its cells from the top, one by one: click the first, then Shift+Enter. It begins with a picture and a
+# question. Then come exercises: a cell with `...` to be replaced, and right below it a check. Change your
+# cell, run it, run the check, as often as you like. It says `still to do`, `not yet` with a hint, or
+# `right`; it never stops the notebook. Then there is something to play with, and five recap questions.
+#
+# The solved notebooks are in `solved/`, under the same names. Your answers are kept in the notebook
+# itself; work in a copy of `learner/` if you want to keep them through a `git pull` or `make course`.
 #
 # Half a day: units 1, 2, 5, 6. One day: 1 to 7. A term: all. Begin with unit 0 in any case: it takes
 # minutes and shows whether everything works here:
@@ -24,6 +27,9 @@ import tasp_core as tasp
 print(tasp.launch(lambda rank, group: f"rank {rank} is here", 4))
 
 # %% [markdown]
+# That took some seconds, most of them to load torch. A **rank** is one process with one accelerator; here
+# four processes share this machine instead.
+#
 # What it is all about, in one picture: keys and values of five ranks, each cut into shares, each share
 # on a round trip of its own. Every link between two ranks is used, and none twice.
 

@@ -5,9 +5,13 @@
 #
 # ## Picture and question (2 min)
 #
-# A long text does not fit on one accelerator, so several share the work. Each is driven by one
-# process, called a **rank**; ranks are numbered from 0. Here are four of them, and the links between
-# every two. *Can this machine, without any accelerator, run four ranks that really exchange data?*
+# A long text does not fit on one accelerator (a GPU, say), so several divide the work. Each is driven by
+# one process, called a **rank**; ranks are numbered from 0. Here are four of them, and the links between
+# every two. (The figures beside the picture describe a machine; unit 5 is about them.)
+#
+# *Can this machine, without any accelerator, run four ranks that really exchange data?*
+#
+# Click a cell, then Shift+Enter runs it and goes on to the next one. The first takes some seconds.
 
 # %% tags=["setup"]
 import torch
@@ -23,8 +27,9 @@ visualize.topology(tasp.machine("mesh4"))
 # %% [markdown]
 # ## Exercise 1: ask the doctor (3 min)
 #
-# `examine` looks at this machine: packages, devices, attention kernels, and whether two ranks reach
-# each other. The command line has the same: `python -m tasp_core doctor`.
+# `examine` looks at this machine: packages, devices, kernels, and whether two ranks reach each other. A
+# **kernel** here is a routine that computes attention, the operation that this course cuts into pieces.
+# `gloo` is the part of torch that carries data between processes without a GPU. Skim what comes out:
 
 # %% tags=["setup"]
 from tasp_core.lab.doctor import examine
@@ -33,8 +38,15 @@ found = examine()
 found
 
 # %% [markdown]
-# Which kernels can be used here? Make a list of the names in `found["kernels"]` whose text begins
-# with `ok`. (`math` always works; it is slow and exact.)
+# Which kernels can be used here? Look at these lines only:
+
+# %%
+found["kernels"]
+
+# %% [markdown]
+# Replace `...` by a list of the names whose text begins with `ok`, typed or computed. Run the cell, then
+# the check below it; as often as you like. (A terminal shows all of this with
+# `python -m tasp_core doctor`.)
 
 # %% tags=["exercise"]
 kernels = ...
@@ -48,11 +60,12 @@ unit.check_kernels(kernels)
 # %% [markdown]
 # ## Exercise 2: hello from each rank (3 min)
 #
-# `tasp.launch(fn, 4)` starts four processes, calls `fn(rank, group)` in each, and returns the four
-# results in rank order. `group` is the set of processes that talk to each other; all functions of
-# `torch.distributed` take it. `dist.get_world_size(group)` is the number of ranks in it.
+# `torch.distributed` (`dist` here) is the part of torch with which processes send each other tensors.
+# `tasp.launch(fn, 4)` starts four processes, connects them, calls `fn(rank, group)` in each, and returns
+# the four results in rank order. `group` is the set of processes that talk to each other; all functions
+# of `dist` take it. `dist.get_world_size(group)` is the number of ranks in it.
 #
-# Let every rank return a greeting such as `rank 2 of 4`.
+# Let every rank return (not print) a greeting such as `rank 2 of 4`, for any number of ranks.
 
 
 # %% tags=["exercise"]
@@ -75,13 +88,14 @@ tasp.launch(hello, 4)
 # The four processes do not share variables: each has its own copy of everything. What one should
 # know from another has to travel.
 #
-# ## Exercise 3: a sum over all ranks (4 min)
+# ## Exercise 3: a sum over all ranks (5 min)
 #
 # A **collective** is a function that all ranks of a group call together. `dist.all_reduce(x,
-# group=group)` adds up the tensors `x` of all ranks and writes the sum into every `x`.
+# group=group)` adds up the tensors `x` of all ranks and writes the sum into every `x`: what was in `x`
+# is gone, and nothing is returned. `x.clone()` is a copy.
 #
-# Each rank holds `own`, a number that the others do not know. Return its **share** of the total, a
-# float: `own / total`.
+# Each rank holds `own`, a number that the others do not know: in the check, all other `numbers` are
+# `nan` on this rank. Return which part of the total its own number is, as `float(own / total)`.
 
 
 # %% tags=["exercise"]
@@ -102,13 +116,14 @@ def share(rank, group, numbers):
 unit.check_share(share)
 
 # %%
-tasp.launch(share, 4, [1.0, 2.0, 3.0, 4.0])
+tasp.launch(share, 4, [1.0, 2.0, 3.0, 4.0], timeout_s=10)
 
 # %% [markdown]
-# ## Play (1 min)
+# ## Play (3 min)
 #
-# What if a rank breaks? The error names it, and the others are ended: nothing hangs. Let another rank
-# fail, or two; let one sleep and give `launch` a small `timeout_s`.
+# What if a rank breaks? `dist.barrier(group)` waits for all ranks, and rank 2 never comes. The error
+# names it, and the others are ended: nothing hangs. Let another rank fail, or two; or let one
+# sleep instead (`import time`, `time.sleep(9)`), and write `tasp.launch(fails, 4, timeout_s=2)`.
 
 
 # %%
@@ -126,12 +141,13 @@ except tasp.RankError as error:
 # %% [markdown]
 # ## Recap (2 min)
 #
-# Replace each `...`; words in quotation marks.
+# Replace each `...`, in the order of the questions; words in quotation marks.
 #
 # 1. `tasp.launch(hello, 7)`: how long is the list that comes back?
 # 2. What is the number of the last of these ranks?
 # 3. Rank 0 sets `x = 5`. What is `x` on rank 1, where it was 3?
-# 4. Each of 4 ranks has `x = rank`. What is `x` on rank 1 after `dist.all_reduce(x)`?
+# 4. On each of 4 ranks the tensor `x` holds the rank's number. What is in `x` on rank 1 after
+#    `dist.all_reduce(x, group=group)`?
 # 5. Three of four ranks call `dist.all_reduce`, one does not. Do the three `"return"` or `"wait"`?
 
 # %% tags=["exercise"]

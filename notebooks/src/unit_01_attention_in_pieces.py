@@ -5,10 +5,11 @@
 #
 # ## Picture and question (5 min)
 #
-# Attention compares every token's **query** with the **keys** of the tokens it may see, and mixes their
-# **values**. In the picture a row is a query, a column a key, a colour a pair that is computed. The
-# row's tokens lie on four ranks. The last rank has queries that see keys of *all* ranks, but those keys
-# arrive one after the other: each colour is one step.
+# Every token has three vectors: a **query**, a **key** and a **value**. Attention compares a token's query
+# with the keys of the tokens it may see (itself and those before it, where attention is **causal**), and
+# mixes their values. In the picture a row is a query, a column a key, a coloured field a pair that is
+# computed. The tokens lie on four ranks, a quarter on each. Rank 3, the last, has queries that see keys
+# of *all* ranks, but those keys arrive one rank's after the other's: each colour is one step.
 #
 # *Softmax divides by a sum over all keys. Can it be computed piece by piece, and is the result exact?*
 
@@ -31,6 +32,9 @@ visualize.mask(tasp.plan([64], 4, schedule="ring", layout="contiguous"), rank=3)
 #
 # The **lse** (log-sum-exp) is the logarithm of the denominator. Attention kernels return it with the
 # output, and that is all one needs to go on later.
+#
+# `attend(q, k, v)` computes both. Shapes in this unit: `T` queries of `D` numbers each, `S` keys and as
+# many values; `out` is `[T, D]`, `lse` is `[T]`, one number a query. Here every query sees every key.
 
 # %% tags=["setup"]
 from tasp_course.unit_01 import attend
@@ -47,7 +51,7 @@ out.shape, lse.shape
 #
 # - `one`: a single key, with score 3?
 # - `eight`: eight keys, all with score 0?
-# - `two`: two keys, with scores 0 and 1000? (`exp(1000)` overflows, the lse does not.)
+# - `two`: two keys, with scores 0 and 1000? (`exp(1000)` overflows, the lse does not; as a float.)
 # - `none`: no key at all?
 #
 # Use `math.log`, `math.inf` as you like.
@@ -73,9 +77,10 @@ unit.check_lse(predicted)
 #     lse = log(exp(lse1) + exp(lse2))
 #     out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 #
-# `torch.logaddexp` computes the first without overflow. Write `merge`: outputs are `[T, D]`, lses `[T]`.
+# `torch.logaddexp(lse1, lse2)` computes the first without overflow. Write `merge`, which returns
+# `(out, lse)`: outputs are `[T, D]`, lses `[T]`, so a weight `w` a query is `w[:, None]` beside an output.
 # A set may be empty: then its lse is `-inf` and its output 0. Both may be empty; the result is then
-# `(0, -inf)` again, not `nan`.
+# `(0, -inf)` again, not `nan` (what is `-inf` minus `-inf`?).
 
 
 # %% tags=["exercise"]
@@ -95,8 +100,9 @@ def merge(out1, lse1, out2, lse2):
 unit.check_merge(merge)
 
 # %% [markdown]
-# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two; `unit.join` is that
-# for one head. Ten keys in two pieces, against all at once:
+# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two. `unit.join` wraps it
+# for this unit and takes pairs: `join((out1, lse1), (out2, lse2))`. Ten keys in two pieces, against all
+# at once:
 
 # %%
 joined, _ = unit.join(attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:]))
@@ -110,7 +116,7 @@ joined - out
 # Keys and values come as a stream of blocks `(k, v)` of different lengths, some of them empty. Memory
 # holds **one** block at a time: it is overwritten when the next one comes, so keep `(out, lse)` only.
 # Begin with the empty state, and go on with your `merge` or `unit.join`. `attend` works for empty
-# blocks, too.
+# blocks, too. Return the output.
 
 
 # %% tags=["exercise"]
@@ -135,9 +141,12 @@ unit.check_stream(stream)
 # %% [markdown]
 # ## Play (6 min)
 #
-# Four real ranks. Each holds some of the keys, all of them the queries. They exchange `(out, lse)`
-# only, and each merges. Change the number of ranks, multiply the scores by a large number, give one
-# rank no key: is the error still that of rounding?
+# Four real ranks, as in unit 0. Each attends to some of the keys with all queries. `all_gather` is a
+# collective: it copies what each rank has (here its `out`, then its `lse`) into a list on every rank.
+# `unit.fold` merges a list of pieces. The last line shows how far each rank is from the result above.
+#
+# Change the number of ranks; take 11, so that one has no key; or put `q = 50 * q` and
+# `out, lse = attend(q, k, v)` before it, for large scores. Is the error still that of rounding?
 
 
 # %%
@@ -155,7 +164,8 @@ results = tasp.launch(attend_together, ranks, ranks)
 [f"{(found - out).abs().max():.1e}" for found, _ in results]
 
 # %% [markdown]
-# Where do pieces come from? Move the sliders: one rank's pairs, step by step.
+# Where do pieces come from? Move `rank` and `step`: one rank's pairs, step by step. (Layouts are in unit
+# 4, several documents and windows in unit 8.)
 
 # %%
 from visualize.widgets import explore_mask
@@ -165,12 +175,15 @@ explore_mask(lengths="64", layout="contiguous", rank=3)
 # %% [markdown]
 # ## Recap (5 min)
 #
+# Replace each `...`; words in quotation marks.
+#
 # 1. Does the order in which pieces are merged change the exact result, `"yes"` or `"no"`?
 # 2. What is the lse of no key? (a float)
 # 3. Two pieces have equal lse. What is the weight of the first one's output?
 # 4. A piece of 5 keys has output all 2.0, one of 5 other keys 6.0; all scores are equal. The merged
 #    output?
-# 5. Outputs have `D` numbers a query and head. How many more must travel so that they can be merged?
+# 5. A rank sends its output, `D` numbers a query. How many more numbers a query must it send, so that
+#    the receiver can merge?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

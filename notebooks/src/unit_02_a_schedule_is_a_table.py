@@ -7,8 +7,9 @@
 # ## Picture and question (5 min)
 #
 # Four ranks hold a quarter of the keys and values each: rank 0's are called `kv0`. Queries stay at
-# home, so every rank must be visited by every `kv`. The oldest way: everybody passes on to its right
-# neighbour what came from the left. (In JupyterLab, drag the slider under the picture.)
+# home, so every rank must be visited by every `kv`. The oldest way: in every step each rank sends to its
+# right neighbour, rank + 1 (the last one to rank 0); first its own `kv`, then what came from the left.
+# (In JupyterLab, drag the slider under the picture.)
 #
 # *After how many steps has everybody seen everything? Which links are never used?*
 
@@ -22,16 +23,18 @@ plan = tasp.plan([64], 4, schedule="ring", layout="contiguous")
 visualize.hops(plan)
 
 # %% [markdown]
-# Nothing more is needed to describe a schedule than a table of such **hops**. Printed, a row is a step,
-# a column a receiver:
+# Who sends whose keys to whom, and when, is a **schedule**; one `kv` sent over one link in one step is a
+# **hop**. Nothing more is needed to describe a schedule than a table of its hops. A **plan** is a
+# schedule for certain tokens on certain ranks. Printed, a row is a step, a column a receiver; `3>kv2.0`
+# below `into 0` is `kv2`, which comes from rank 3:
 
 # %%
 print(plan)
 
 # %% [markdown]
 # And each hop is a word. `t2 3>0 kv1.0` says: in step 2 rank 3 sends rank 0 share 0 of rank 1's keys
-# and values. (In this unit a rank's keys are one share, number 0.) What arrives in a step can be
-# computed on, and passed on, in the next.
+# and values. (A `kv` can be cut into **shares** that travel apart, from unit 6 on. In this unit it is
+# one share, number 0.) What arrives in a step can be computed on, and passed on, in the next.
 
 # %%
 plan.hops().words()
@@ -39,8 +42,9 @@ plan.hops().words()
 # %% [markdown]
 # ## Exercise 1: write the ring (12 min)
 #
-# Write `ring(n)`: the words of this schedule for any number of ranks. In step `t` rank `r` sends to its
-# right neighbour what came to it `t` hops ago. Whose keys are those? Indices wrap around: `% n`.
+# Write `ring(n)`: it returns the words of this schedule for `n` ranks, a list of strings in any order. In
+# step `t` rank `r` sends to its right neighbour a `kv` that has made `t` hops already, each by one rank
+# to the right. Whose is it? Numbers wrap around: `% n`.
 
 
 # %% tags=["exercise"]
@@ -63,7 +67,7 @@ unit.check_ring(ring)
 # %% [markdown]
 # The check does not compare your words with a list. It *proves* them, on sets, for several `n`: nobody
 # sends what it does not hold, every query meets every key exactly once, no link carries more than one
-# share a step. The same proof for the plan above:
+# share a step. The same proof for the plan above (gradients and even work are for later units):
 
 # %%
 print(tasp.check(plan))
@@ -73,7 +77,7 @@ print(tasp.check(plan))
 #
 # Three tables for four ranks, each with **one** wrong or missing hop: a rank sends what it does not
 # have yet, something never arrives, or a link carries two shares in a step. Find the fault by eye, then
-# repair: write the word to take out (or `""`) and the word to put in.
+# repair: write the word to take out (or `""`) and the word to put in. `.0` is the share, `-` is nothing.
 
 # %% tags=["setup"]
 broken = unit.broken_tables()
@@ -109,8 +113,8 @@ except tasp.PlanError as error:
 #
 # A ring uses one link of every rank. Suppose there is a link between *every* two ranks, but a rank can
 # send only `ports` shares in a step, and take in only `ports`. How few steps are enough, and what is
-# the table? Write `quick(n, ports)`. Nothing needs to be forwarded: in which step does rank `r` send
-# its own share to `r + 1`, `r + 2`, ...?
+# the table? Write `quick(n, ports)`, which returns words like `ring`. Nothing needs to be forwarded: rank
+# `r` sends its own `kv` to `r + 1`, `r + 2`, ..., `r + n - 1`, `ports` of them in each step.
 
 
 # %% tags=["exercise"]
@@ -133,16 +137,18 @@ unit.check_quick(quick)
 # %% [markdown]
 # ## Play (6 min)
 #
-# Choose another schedule, more ranks, and step through it. Which ones forward? Which ones use all links
-# in every step?
+# Choose another schedule, more ranks, and step through it: `ring`, `all_gather`, `wave` and `tasp` first.
+# Which ones forward? Which ones use all links in every step? (Some schedules need certain numbers of
+# ranks or several nodes; the message says which. Nodes are in unit 5, tiles in unit 4.)
 
 # %%
 from visualize.widgets import explore_schedule
 
-explore_schedule()
+explore_schedule(schedule="ring", ranks=4)
 
 # %% [markdown]
-# Or break a plan yourself: leave out any hop, and read what the checker says.
+# Or break a plan yourself: leave out any hop, and read what the checker says. A whole plan has the way
+# back, too: words with `dkv` carry gradients home (unit 10).
 
 # %%
 words = plan.hops(backward=True).words()
@@ -154,7 +160,7 @@ except tasp.PlanError as error:
 # %% [markdown]
 # ## Recap (5 min)
 #
-# Questions 1 and 2 are about the word `t3 2>5 kv1.4`.
+# Replace each `...`. Questions 1 and 2 are about the word `t3 2>5 kv1.4`.
 #
 # 1. Which rank receives?
 # 2. Whose keys and values travel: of which rank?

@@ -83,6 +83,13 @@ def unit_map() -> str:
     return "\n".join(rows)
 
 
+def _next(source: Path, chain: list[Path]) -> str:
+    """Where a learner goes from here."""
+    after = chain[chain.index(source) + 1 :]
+    link = f"Next: [{title(after[0])}]({after[0].stem}.ipynb). " if after else ""
+    return f"{link}[All units](../index.ipynb)"
+
+
 def notebook(source: Path, kind: str) -> Any:
     """The learner's or solved notebook of a source, without outputs; the same for the same source."""
     dropped = "solution" if kind == "learner" else "exercise"
@@ -102,6 +109,11 @@ def notebook(source: Path, kind: str) -> Any:
             {"cell_type": cell.cell_type, "id": f"cell-{number:02}", "source": text,
              "metadata": {"slideshow": {"slide_type": slide}} | ({"tags": marks} if marks else {})}
             | ({"outputs": [], "execution_count": None} if cell.cell_type == "code" else {})
+        )  # fmt: skip
+    if source in (chain := units()):
+        made.append(
+            {"cell_type": "markdown", "id": "cell-next", "source": _next(source, chain),
+             "metadata": {"slideshow": {"slide_type": "skip"}}}
         )  # fmt: skip
     whole = {"cells": made, "metadata": {"kernelspec": KERNEL, "language_info": {"name": "python"}}}
     return nbformat.from_dict({**whole, "nbformat": 4, "nbformat_minor": 5})

@@ -5,6 +5,7 @@ HTML pages show every figure without a server. Slides load reveal.js and require
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,18 @@ def export(stems: list[str]) -> Iterator[Path]:
     to = HERE / "html"
     for path in [HERE / kind / f"{stem}.ipynb" for stem in stems for kind in KINDS]:
         done = execute(nbformat.read(path, as_version=4), path.parent)
-        yield _write(to / path.parent.name / f"{path.stem}.html", to_html(done))
+        yield _write(to / path.parent.name / f"{path.stem}.html", _linked(to_html(done)))
         if path.parent.name == "solved":
             deck = SlidesExporter(reveal_scroll=True).from_notebook_node(done)[0]
             yield _write(to / "slides" / f"{path.stem}.slides.html", deck)
     index = execute(nbformat.read(HERE / "index.ipynb", as_version=4), HERE)
-    yield _write(to / "index.html", to_html(index).replace(".ipynb", ".html"))
+    yield _write(to / "index.html", _linked(to_html(index)))
     yield _write(to / "teacher.md", teachers_kit(units()))
+
+
+def _linked(page: str) -> str:
+    """A page whose links to notebooks lead to their pages."""
+    return re.sub(r'href="([^":]+)\.ipynb"', r'href="\1.html"', page)
 
 
 def _write(path: Path, text: str) -> Path:

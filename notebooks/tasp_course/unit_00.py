@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tasp_core as tasp
@@ -37,11 +38,22 @@ def check_hello(answer: Any) -> None:
 def check_share(answer: Any) -> None:
     """Each rank's number over the sum of all ranks' numbers."""
     numbers = [1.0, 5.0, 2.0, 8.0]
-    found = tasp.launch(answer, 4, numbers, timeout_s=30)
+
+    def knows_its_own(rank: int, group: Any) -> Any:
+        return answer(rank, group, [x if r == rank else math.nan for r, x in enumerate(numbers)])
+
+    found = tasp.launch(knows_its_own, 4, timeout_s=10)
     for rank, (given, number) in enumerate(zip(found, numbers, strict=True)):
         right = number / sum(numbers)
         expect(isinstance(given, float), f"rank {rank} should return a float, got {given!r}")
-        hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {given}"
+        expect(
+            not math.isnan(given),
+            f"rank {rank} used numbers of other ranks from its list, where they are nan: "
+            "they have to travel, see all_reduce",
+        )
+        hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {given:.7g}"
+        if abs(given - 1) < 1e-6:
+            hint += "; all_reduce writes the sum into the tensor it gets: give it a copy of `own`"
         expect(abs(given - right) < 1e-6, hint)
 
 

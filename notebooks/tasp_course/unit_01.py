@@ -106,6 +106,7 @@ def check_stream(answer: Any) -> None:
     for sizes in ([4, 4], [1, 0, 7, 2], [0, 3, 0], [9]):
         q, blocks = _draw(sizes)
         out = answer(q, _overwritten(blocks))
+        expect(isinstance(out, Tensor), "the output alone is asked for, one tensor")
         expect(not torch.isnan(out).any(), f"blocks of {sizes} keys: a nan; were old blocks kept?")
         far = float((out - _exact(q, blocks)[0]).abs().max())
         expect(far < 1e-4, f"blocks of {sizes} keys: the output is off by up to {far:.2g}")

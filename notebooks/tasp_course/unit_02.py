@@ -54,12 +54,19 @@ def check_ring(answer: Any) -> None:
             (w for w, d in zip(words, (hops.dst - hops.src) % n, strict=True) if d != 1), ""
         )
         expect(not away, f"n = {n}: {away} does not go to the right neighbour")
+        steps = int(hops.step.max()) + 1
+        expect(
+            steps == n - 1,
+            f"n = {n}: steps t0 to t{steps - 1}, {n - 1} are enough; the first is t0",
+        )
 
 
 @exercise
 def check_repairs(answer: Any) -> None:
     """One hop out, one in, for each of the broken tables."""
     for name, words in broken_tables().items():
+        pair = isinstance(answer[name], tuple | list) and len(answer[name]) == 2
+        expect(pair, f"{name}: a pair is asked for, the word to take out and the word to put in")
         out, put = answer[name]
         expect(not out or out in words, f"{name}: {out!r} is not in the table")
         fixed = [w for w in words if w != out] + [put] * bool(put)

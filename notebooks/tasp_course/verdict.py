@@ -14,12 +14,16 @@ functions that stop the check as "still to do" when they return a stub, on forke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from html import escape
 from math import isclose
+from traceback import format_exc
 from typing import Any, Literal
+
+from tasp_core import RankError
 
 COLOURS = {"to do": "#777777", "wrong": "#D55E00", "right": "#009E73"}
 NEAR = 0.02  # how far off a recap's answer may be where the key is a float
@@ -87,10 +91,26 @@ def _guarded(answer: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         found = answer(*args, **kwargs)
         if is_stub(found):
-            raise UnfinishedError
+            raise UnfinishedError("your function returns nothing yet" if found is None else "")
         return found
 
     return call
+
+
+def _raised(error: BaseException, told: str) -> str:
+    """What an answer raised, on which rank, and in which line of the learner's cell.
+
+    `told` is a traceback; a rank's error brings its own, and what the rank raised.
+    """
+    cause, where = error, ""
+    if isinstance(error, RankError):
+        told, where = error.errors[error.first], f" on rank {error.first}"
+        if error.cause is None:  # it died or hung
+            return f"your answer failed{where}: {told.strip().splitlines()[-1]}"
+        cause = error.cause
+    if in_cell := re.findall(r'File "[^"]*ipykernel[^"]*", line (\d+)', told):
+        where += f" in line {in_cell[-1]} of its cell"
+    return f"your answer raised {type(cause).__name__}{where}: {cause}"
 
 
 def exercise(judge: Callable[[Any], None]) -> Callable[[Any], Verdict]:
@@ -107,8 +127,8 @@ def exercise(judge: Callable[[Any], None]) -> Callable[[Any], Verdict]:
         except (Exception, SystemExit) as error:
             cause = getattr(error, "cause", None) or error  # of a rank's error, what it raised
             if isinstance(cause, UnfinishedError):
-                return Verdict("to do")
-            return Verdict("wrong", f"your answer raised {type(error).__name__}: {error}")
+                return Verdict("to do", str(cause))
+            return Verdict("wrong", _raised(error, format_exc()))
         return Verdict("right")
 
     return check
@@ -148,7 +168,8 @@ def recap(*keys: tuple[Any, str]) -> Callable[[Sequence[Any]], Verdict]:
                 return Verdict("wrong", f"question {number}: {hint}")
             right += 1
         if right < len(keys):
-            return Verdict("to do", f"{right} of {len(keys)} answered, those are right")
+            so_far = ", right so far" if right else ""
+            return Verdict("to do", f"{right} of {len(keys)} answered{so_far}")
         return Verdict("right", f"all {len(keys)}")
 
     return check

@@ -10,6 +10,12 @@ def sum_of_others(rank, group, numbers):
     return float(numbers[rank] / (total - numbers[rank]))
 
 
+def overwritten(rank, group, numbers):
+    own = torch.tensor(numbers[rank])
+    dist.all_reduce(own, group=group)
+    return float(own / own)
+
+
 WRONG = {
     "check_kernels": {
         "one is missing": ["math"],
@@ -25,6 +31,8 @@ WRONG = {
     "check_share": {
         "a constant": lambda rank, group, numbers: 0.25,
         "own number left out of the sum": sum_of_others,
+        "nothing travels": lambda rank, group, numbers: float(numbers[rank] / sum(numbers)),
+        "the sum overwrites the own number": overwritten,
         "a tensor": lambda rank, group, numbers: torch.tensor(numbers[rank] / sum(numbers)),
     },
     "check_recap": {

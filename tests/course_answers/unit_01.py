@@ -49,6 +49,7 @@ WRONG = {
         "the last block is left out": forgets_the_last,
         "old blocks are kept": keeps_blocks,
         "begins with lse 0": begins_at_zero,
+        "a pair": lambda q, blocks: (torch.zeros_like(q), torch.zeros(len(q))),
         "a constant": lambda q, blocks: torch.zeros_like(q),
     },
     "check_recap": {

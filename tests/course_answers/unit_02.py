@@ -26,11 +26,15 @@ WRONG = {
         ),
         "always its own keys": lambda n: table(n, n - 1, lambda r: r + 1, lambda r, t: r),
         "to the left": lambda n: table(n, n - 1, lambda r: r - 1, lambda r, t: r + t),
+        "steps counted from 1": lambda n: [
+            f"t{t} {r}>{(r + 1) % n} kv{(r - t + 1) % n}.0" for t in range(1, n) for r in range(n)
+        ],
         "a constant: right for n = 2": lambda n: ["t0 0>1 kv0.0", "t0 1>0 kv1.0"],
     },
     "check_repairs": {
         "one step too early": RIGHT | {"A": ("t0 3>1 kv2.0", "t1 0>1 kv2.0")},
         "the fault is only taken out": RIGHT | {"A": ("t0 3>1 kv2.0", "")},
+        "one word each": RIGHT | {"A": "t0 3>1 kv2.0"},
         "another hop is taken out": RIGHT | {"C": (broken_tables()["C"][0], "t1 2>3 kv1.0")},
         "a constant": dict.fromkeys("ABC", ("", "t2 3>0 kv1.0")),
     },
