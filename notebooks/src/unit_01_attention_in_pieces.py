@@ -145,7 +145,7 @@ unit.check_stream(stream)
 # collective: it copies what each rank has (here its `out`, then its `lse`) into a list on every rank.
 # `unit.fold` merges a list of pieces. The last line shows how far each rank is from the result above.
 #
-# Change the number of ranks; take 11, so that one has no key; or put `q = 50 * q` and
+# Change the number of ranks; take `ranks = 11`, so that one has no key; or put `q = 50 * q` and
 # `out, lse = attend(q, k, v)` before it, for large scores. Is the error still that of rounding?
 
 
