@@ -23,7 +23,7 @@ import tasp_core as tasp
 from tasp_core import Documents, Machine, Plan
 from tasp_core.errors import FabricError, PlanError
 from tasp_core.lab.fabric import Fabric, missing
-from tasp_core.lab.fabric_bench import drain, yield_cores
+from tasp_core.lab.fabric_bench import drain
 from tasp_core.lab.measure import Inputs, verify
 from tasp_core.lab.passes import Pass
 from tasp_core.lab.results import write
@@ -90,7 +90,6 @@ def slowed(plan: Plan, machine: Machine) -> tuple[Plan, Machine]:
 
 
 def _rank(rank: int, group: Any, plan: Plan, given: Inputs, repeats: int) -> list[float]:
-    yield_cores()
     one = Pass(plan, rank, group, given, lambda: drain(group))
     return [one.run("communication", backward=False)[0] for _ in range(repeats + 1)][1:]
 

@@ -30,7 +30,7 @@ from ..topology import Machine
 from .wiring import Wire, wiring
 
 PREFIX = "taspfab-"
-BURST_S, LEAST_BURST, QUEUE_BYTES, MTU = 1e-3, 128 << 10, 16 << 20, 9000
+BURST_S, LEAST_BURST, QUEUE_BYTES, MTU = 1e-3, 128 << 10, 16 << 20, 65000
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 # Loss-free long queues: a sender need not probe for its rate, start slowly after a pause, or send again
 # what is only waiting in a queue.

@@ -6,8 +6,6 @@ rank's; before each one all buckets are emptied, so that no byte travels on rate
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,11 +23,6 @@ from .fabric_goals import judge, table
 from .measure import Errors, Inputs, Judge, as_dict
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
 from .wiring import emulated
-
-
-def yield_cores() -> None:
-    """Let this process's network threads run before its kernels: here several ranks share a core."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 def drain(group: Any) -> None:
@@ -50,7 +43,6 @@ def _rank(
     rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Judge
 ) -> list[tuple[Errors, Samples]]:
     """Errors of every method and, if all are right, its samples on this rank."""
-    yield_cores()
     passes = [Pass(plan, rank, group, inputs, lambda: drain(group)) for plan in plans]
     errors = held(passes, oracle)
     if not all(e.ok for e in errors):
@@ -96,7 +88,6 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates(rank: int, group: Any) -> tuple[dict[str, Any], Samples]:
-    yield_cores()
     bench = Bench(group, torch.device("cpu"))
     return messages(bench) | kernels(bench, lengths=(128, 256, 512, 1024)), bench.samples
 
