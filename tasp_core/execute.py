@@ -21,11 +21,12 @@ from .kernels import Kernel
 from .layout import ranges
 from .lower import lower
 from .merge import merge_
+from .parcels import Buffers
 from .plan import Plan
 from .program import Compute, Program, Runs, Step
 from .queries import Queries
 from .schedules import OUT
-from .transport import Buffers, Exchange, Wait
+from .transport import Exchange, Wait
 from .views import aligned, once
 
 MANY = 8  # from this number of runs on, one indexed operation instead of one for each run

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PlanError, TransportError
-from .program import RECEIVES, SMALL_BYTES, Message, Step
-from .schedules import DKV, KINDS, KV
+from .parcels import TAGS, Buffers, Parcel, parcels, put_rows, take_rows
+from .program import RECEIVES, Message, Step
+from .schedules import DKV, KV
 
 Wait = Callable[[], None]
-Buffers = dict[str, Tensor]
 NOTE_BYTES = 4096
-TAGS, STEPS = 1 << 12, 1 << 4  # with 15 bits of salt a tag has 31
-PARTS = 64
+STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -131,25 +129,25 @@ class Exchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
-        recvs = [part for m in step.recvs for part in _parcels(m, buffers, receive=True)]
-        sends = [part for m in step.sends for part in _parcels(m, buffers, receive=False)]
-        parcels = [*recvs, *sends]
-        if not parcels:
+        recvs, landing = parcels(step.recvs, buffers, receive=True)
+        sends, _ = parcels(step.sends, buffers, receive=False)
+        posted = [*recvs, *sends]
+        if not posted:
             return lambda: None
 
         def peers() -> str:
-            return "ranks " + ", ".join(sorted({str(p.message.peer) for p in parcels}))
+            return "ranks " + ", ".join(sorted({str(p.message.peer) for p in posted}))
 
         def what(i: int) -> str:
-            if len(pending) < len(parcels):  # NCCL: one handle for all messages
+            if len(pending) < len(posted):  # NCCL: one handle for all messages
                 return f"exchanging with {peers()}"
             to = "waiting for {} from" if i < len(recvs) else "sending {} to"
-            return f"{to.format(parcels[i])} rank {parcels[i].message.peer}"
+            return f"{to.format(posted[i])} rank {posted[i].message.peer}"
 
         try:
             pending = self.start(t, recvs, sends)
         except RuntimeError as error:
-            messages = f"posting {len(parcels)} messages to and from {peers()}"
+            messages = f"posting {len(posted)} messages to and from {peers()}"
             raise self._failure(t, messages, error) from error
 
         def wait() -> None:
@@ -159,9 +157,8 @@ class Exchange:
                     work.wait()
                 except RuntimeError as error:
                     raise self._failure(t, what(i), error) from error
-            for p in recvs:
-                if p.ranges:
-                    put_rows(p.ranges, p.rows, buffers[p.message.buffer])
+            for messages, rows in landing:
+                put_rows(messages, rows, buffers)
 
         return wait
 
@@ -192,7 +189,7 @@ class Exchange:
                 continue
             out = [m for m in step.sends if m.kind == kind]
             into = [m for m in step.recvs if m.kind == kind]
-            send = torch.cat([like[:0], *(take_rows(m, m.ranges, buffers) for m in out)])
+            send = torch.cat([like[:0], *(take_rows([m], buffers) for m in out)])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
             splits = (self._splits(into), self._splits(out))
             with self._naming(t, "the step's all-to-all"):
@@ -204,7 +201,7 @@ class Exchange:
                 with self._naming(t, "the step's all-to-all"):
                     work.wait()
                 for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):
-                    put_rows(m.ranges, rows, buffers[m.buffer])
+                    put_rows([m], rows, buffers)
 
         return wait
 
@@ -236,60 +233,3 @@ class Exchange:
         for m in messages:
             sizes[self.members[m.peer]] += m.count
         return sizes
-
-
-class Parcel(NamedTuple):
-    """What is sent or received at once: a message, or one part of a large one."""
-
-    message: Message
-    rows: Tensor  # a view of the buffer where its rows are adjacent
-    tag: int
-    ranges: Sequence[tuple[int, int]] = ()  # buffer rows, where `rows` is no view of them
-
-    def __str__(self) -> str:
-        m = self.message
-        return f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
-
-
-def _parcels(m: Message, buffers: Buffers, *, receive: bool) -> Iterator[Parcel]:
-    """Both ends know the sizes of a message's parts, so both divide it alike."""
-    buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
-    if m.rows is None:
-        yield Parcel(m, buffer[m.low : m.low + m.count].to(dtype), m.tag * PARTS % TAGS)
-        return
-    ranges = m.ranges
-    row_bytes = math.prod(buffer.shape[1:]) * dtype.itemsize
-    small = m.count * row_bytes <= len(ranges) * SMALL_BYTES
-    for i, part in enumerate([ranges] if small else [[r] for r in ranges]):
-        tag = (m.tag * PARTS + i) % TAGS
-        if not receive:
-            yield Parcel(m, take_rows(m, part, buffers), tag)
-        elif (rows := _view(part, buffer)) is not None:
-            yield Parcel(m, rows, tag)
-        else:
-            room = buffer.new_empty((sum(n for _, n in part), *buffer.shape[1:]))
-            yield Parcel(m, room, tag, part)
-
-
-def _view(ranges: list[tuple[int, int]], buffer: Tensor) -> Tensor | None:
-    """The rows as a view, None where they are apart."""
-    ends = [low + count for low, count in ranges]
-    if any(low != end for (low, _), end in zip(ranges[1:], ends, strict=False)):
-        return None
-    return buffer[ranges[0][0] : ends[-1]]
-
-
-def take_rows(m: Message, ranges: list[tuple[int, int]], buffers: Buffers) -> Tensor:
-    """The rows to send, in the dtype in which they are received; copied where apart."""
-    buffer = buffers[m.buffer]
-    rows = _view(ranges, buffer)
-    if rows is None:
-        rows = torch.cat([buffer[low : low + count] for low, count in ranges])
-    return rows.to(buffers[RECEIVES[m.kind]].dtype)
-
-
-def put_rows(ranges: Sequence[tuple[int, int]], rows: Tensor, buffer: Tensor) -> None:
-    """Rows that have arrived, to where they belong."""
-    parts = rows.split([count for _, count in ranges])
-    for (low, count), part in zip(ranges, parts, strict=True):
-        buffer[low : low + count] = part

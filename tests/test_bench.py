@@ -18,6 +18,7 @@ from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
 from tasp_core.lab.measure import Inputs, Judge, run_rank
 from tasp_core.lab.passes import Pass, held
 from tasp_core.lower import lower
+from tasp_core.parcels import parcels
 from tasp_core.transport import Exchange
 from visualize.curves import PUBLISHED, curves, gains
 
@@ -116,9 +117,10 @@ def test_large_messages_travel_in_parts(monkeypatch):
     _, programs = kv_step()
     m = next(m for m in programs[0].steps[1].sends if len(m.ranges) > 1)
     rows = {"kv": torch.zeros(1000, 8)}
-    assert len(list(transport._parcels(m, rows, receive=False))) == 1
-    monkeypatch.setattr(transport, "SMALL_BYTES", 1)
-    parts = list(transport._parcels(m, rows, receive=False))
+    assert len(parcels([m], rows, receive=False)[0]) == 1
+    monkeypatch.setattr("tasp_core.parcels.SMALL_BYTES", 1)
+    parts, landing = parcels([m], rows, receive=True)
+    assert not landing
     assert [len(p.rows) for p in parts] == [count for _, count in m.ranges]
     assert len({p.tag for p in parts}) == len(parts)
 
@@ -138,7 +140,7 @@ def test_bundled_or_not_gives_the_same_bits(monkeypatch):
         return run_rank(one.rank, one.group, p, inputs)[0], posted
 
     packed = on_ranks(4, attend, p, inputs)
-    monkeypatch.setattr(transport, "SMALL_BYTES", 0)
+    monkeypatch.setattr("tasp_core.parcels.SMALL_BYTES", 0)
     single = on_ranks(4, attend, p, inputs)
     for (a, some), (b, many) in zip(packed, single, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

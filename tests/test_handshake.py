@@ -10,7 +10,8 @@ import tasp_core as tasp
 from tasp_core import transport
 from tasp_core.lab.measure import Inputs, Judge, run_rank
 from tasp_core.lower import lower
-from tasp_core.transport import Exchange, Parcel
+from tasp_core.parcels import TAGS, Parcel
+from tasp_core.transport import Exchange
 
 DOCS = tasp.Documents.of([137, 201, 46])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
@@ -69,7 +70,7 @@ class Posted:
 
 def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans():
     message = lower(GOOD[0], 0).steps[0].sends[0]
-    parcels = [Parcel(message, torch.zeros(2), tag) for tag in (0, transport.TAGS - 1)]
+    parcels = [Parcel(message, torch.zeros(2), tag) for tag in (0, TAGS - 1)]
     seen = set()
     for salt in (0, 1, (1 << 15) - 1):
         exchange = Exchange.__new__(Exchange)

@@ -73,6 +73,13 @@ class Pass:
         self.inputs = inputs
         self.tensors = [shard(x, plan, rank) for x in inputs.tensors()]
         self.kernel = resolve(kernel, self.tensors[0].device.type, self.tensors[0].dtype)
+        for one in (self.kernel, Silent()):  # programs are lowered before anything is timed
+            for backward in (False, True):
+                self._context(None, one).program(backward=backward)
+
+    def _context(self, exchange: Any, kernel: Kernel) -> Context:
+        scale = self.tensors[0].shape[-1] ** -0.5
+        return Context(self.plan.inner, self.rank // self.plan.intra, exchange, kernel, scale)
 
     def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         self.ready()
@@ -98,9 +105,8 @@ class Pass:
 
     def _alone(self, backward: bool) -> list[float]:
         """The rank's computation: with Ulysses inside, that of its heads over its group's tokens."""
-        inner, (group, _) = self.plan.inner, divmod(self.rank, self.plan.intra)
-        context = Context(inner, group, Quiet(), self.kernel, self.tensors[0].shape[-1] ** -0.5)  # type: ignore[arg-type]
-        tokens = inner.num_tokens(group)
+        context = self._context(Quiet(), self.kernel)
+        tokens = context.plan.num_tokens(context.rank)
         q, k, v, dout = (
             x.new_ones((tokens, max(1, x.shape[-2] // self.plan.intra), x.shape[-1]))
             for x in self.tensors

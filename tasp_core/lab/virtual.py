@@ -22,10 +22,11 @@ from torch import Tensor
 from ..errors import PlanError, TransportError
 from ..execute import Context, run_backward, run_forward
 from ..kernels import Kernel, resolve
+from ..parcels import Buffers, put_rows, take_rows
 from ..plan import Plan
 from ..program import Step
 from ..tensors import shard
-from ..transport import Buffers, Wait, put_rows, take_rows
+from ..transport import Wait
 from .measure import Inputs
 
 TIMEOUT_S = 60.0
@@ -86,13 +87,13 @@ class VirtualExchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         for m in step.sends:
-            self.board.put((t, self.rank, m.peer, m.tag), take_rows(m, m.ranges, buffers))
+            self.board.put((t, self.rank, m.peer, m.tag), take_rows([m], buffers))
 
         def wait() -> None:
             for m in step.recvs:
                 rows = self.board.take((t, m.peer, self.rank, m.tag))
                 with self.board.clock.span("messages"):
-                    put_rows(m.ranges, rows, buffers[m.buffer])
+                    put_rows([m], rows, buffers)
 
         return wait
 

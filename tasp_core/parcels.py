@@ -1,0 +1,98 @@
+"""Parcels: what of a step's messages is sent or received at once, and their rows in the buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import ranges
+from .program import RECEIVES, SMALL_BYTES, Message
+from .schedules import KINDS
+from .views import once
+
+Buffers = dict[str, Tensor]
+TAGS = 1 << 12  # of the parcels that two ranks exchange in one step
+PARTS = 64
+
+
+class Parcel(NamedTuple):
+    """What is sent or received at once: a message, or one part of a large one."""
+
+    message: Message
+    rows: Tensor
+    tag: int
+
+    def __str__(self) -> str:
+        m = self.message
+        return f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
+
+
+def parcels(
+    messages: Sequence[Message], buffers: Buffers, *, receive: bool
+) -> tuple[list[Parcel], list[tuple[list[Message], Tensor]]]:
+    """What to send or receive, and what of it is to be put in its place once it has arrived.
+
+    Adjacent rows are views of their buffer, and so is each part of a large message; small messages
+    of scattered rows are gathered, all of a kind at once. Both ends know all sizes and divide alike.
+    """
+    found, scattered = [], dict[int, list[Message]]()
+    for m in messages:
+        buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
+        parts = m.ranges
+        row_bytes = math.prod(buffer.shape[1:]) * dtype.itemsize
+        if len(parts) > 1 and m.count * row_bytes <= len(parts) * SMALL_BYTES:
+            scattered.setdefault(m.kind, []).append(m)
+            continue
+        for i, (low, count) in enumerate(parts):
+            rows = buffer[low : low + count].to(dtype)
+            found.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
+    landing = []
+    for some in scattered.values():
+        if receive:
+            buffer = buffers[some[0].buffer]
+            gathered = buffer.new_empty((sum(m.count for m in some), *buffer.shape[1:]))
+            landing.append((some, gathered))
+        else:
+            gathered = take_rows(some, buffers)
+        pieces = gathered.split([m.count for m in some])
+        found += [
+            Parcel(m, rows, m.tag * PARTS % TAGS) for m, rows in zip(some, pieces, strict=True)
+        ]
+    return found, landing
+
+
+def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
+    """Buffer rows of messages in parts, end to end."""
+    parts = [m.rows for m in messages if m.rows is not None]
+
+    def make() -> Tensor:
+        low, count = (np.concatenate([p[i] for p in parts]) for i in (0, 2))
+        return torch.from_numpy(ranges(low, low + count)[0]).to(device)
+
+    return once(parts[0].src, f"{len(parts)} messages", device, make)
+
+
+def take_rows(messages: Sequence[Message], buffers: Buffers) -> Tensor:
+    """Rows of one message, or of several in parts, in the dtype in which they are received."""
+    first = messages[0]
+    buffer = buffers[first.buffer]
+    if first.rows is None:
+        rows = buffer[first.low : first.low + first.count]
+    else:
+        rows = buffer.index_select(0, _index(messages, buffer.device))
+    return rows.to(buffers[RECEIVES[first.kind]].dtype)
+
+
+def put_rows(messages: Sequence[Message], rows: Tensor, buffers: Buffers) -> None:
+    """Rows of one message, or of several in parts, to where they belong."""
+    first = messages[0]
+    buffer = buffers[first.buffer]
+    if first.rows is None:
+        buffer[first.low : first.low + first.count] = rows
+    else:
+        buffer.index_copy_(0, _index(messages, buffer.device), rows)
