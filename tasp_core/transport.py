@@ -34,6 +34,28 @@ def _settled() -> None:
     """Nothing to compare."""
 
 
+Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
+
+
+def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
+    """Start receives, then sends: one handle each, or of NCCL one for all.
+
+    gloo sends once it hears that the receiver is ready, and that word must not queue up behind a
+    message's bytes.
+    """
+    if dist.get_backend(group) != "nccl":  # isend and irecv check as long as the call itself takes
+        return [
+            *(group.recv([rows], peer, tag) for rows, peer, tag in recvs),
+            *(group.send([rows], peer, tag) for rows, peer, tag in sends),
+        ]
+    ops = [
+        dist.P2POp(op, rows, group=group, tag=tag, group_peer=peer)
+        for op, ways in ((dist.irecv, recvs), (dist.isend, sends))
+        for rows, peer, tag in ways
+    ]
+    return list(dist.batch_isend_irecv(ops)) if ops else []
+
+
 class Exchange:
     """The ranks of one process group, or some of them, for one plan's passes.
 
@@ -163,21 +185,13 @@ class Exchange:
         return wait
 
     def start(self, t: int, recvs: list[Parcel], sends: list[Parcel]) -> list[Any]:
-        """Start receives, then sends: gloo sends once it hears that the receiver is ready, and that
-        word must not queue up behind a message's bytes. One handle each, or one for all."""
-        group, to = self.group, self.members
+        """Post a step's parcels."""
         first = (self._salt * STEPS + t % STEPS) * TAGS
-        if self.on_cpu:  # without the checks of isend and irecv, which cost as much again
-            return [
-                *(group.recv([p.rows], to[p.message.peer], first + p.tag) for p in recvs),
-                *(group.send([p.rows], to[p.message.peer], first + p.tag) for p in sends),
-            ]
-        ops = [
-            dist.P2POp(op, p.rows, group=group, tag=first + p.tag, group_peer=to[p.message.peer])
-            for op, some in ((dist.irecv, recvs), (dist.isend, sends))
-            for p in some
-        ]
-        return list(dist.batch_isend_irecv(ops))
+        sides = (
+            [(p.rows, self.members[p.message.peer], first + p.tag) for p in some]
+            for some in (recvs, sends)
+        )
+        return post(self.group, *sides)
 
     def post_all_to_all(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """The same as one all-to-all for each kind of message; packs, so it needs one more copy."""

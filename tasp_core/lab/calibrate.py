@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import TopologyError
 from ..kernels import resolve
@@ -28,6 +27,7 @@ from ..merge import merge_
 from ..program import Call
 from ..tiles import Sequences
 from ..topology import Machine
+from ..transport import Way, post
 from .ranks import on_ranks
 
 Pairs = Sequence[tuple[int, int]]
@@ -67,20 +67,17 @@ class Bench:
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
         """All transfers at once, each in so many messages."""
 
-        def blank() -> Tensor:
-            return torch.empty(nbytes // messages, dtype=torch.uint8, device=self.device)
+        def ways(peers: list[int]) -> list[Way]:
+            size = nbytes // messages
+            return [
+                (torch.empty(size, dtype=torch.uint8, device=self.device), peer, tag)
+                for tag in range(messages)
+                for peer in peers
+            ]
 
-        sides: tuple[tuple[Any, list[int]], ...] = (
-            (dist.irecv, [a for a, b in pairs if b == self.rank]),
-            (dist.isend, [b for a, b in pairs if a == self.rank]),
-        )
-        todo = [
-            dist.P2POp(op, blank(), group=self.group, group_peer=peer, tag=tag)
-            for op, peers in sides
-            for tag in range(messages)
-            for peer in peers
-        ]
-        for work in dist.batch_isend_irecv(todo) if todo else ():
+        recvs = ways([a for a, b in pairs if b == self.rank])
+        sends = ways([b for a, b in pairs if a == self.rank])
+        for work in post(self.group, recvs, sends):
             work.wait()
 
     def gbps(self, name: str, pairs: Pairs) -> float:
