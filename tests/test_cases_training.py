@@ -144,7 +144,7 @@ def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
         found.append(max(tasp.launch(peak, ranks, s)))
         said.append(memory.predict(SIZES["test"], 1024 // ranks, ranks, s.recompute).total)
     assert found == pytest.approx(said, rel=0.15)
-    assert found[0] > 1.6 * found[1] > 2.4 * found[2]
+    assert found[0] > 1.6 * found[1] > 2.2 * found[2]
     del SIZES["test"]
     with pytest.raises(tasp.PlanError, match="must be none, kept, all, got 'some'"):
         memory.predict(SIZES["tiny"], 9, 1, "some")
@@ -160,9 +160,11 @@ def test_memory_of_kept_keys_and_of_what_runs_again(tmp_path, monkeypatch, recom
     found = [max(tasp.launch(peak, 4, s, keep)) for keep in (False, True)]
     said = [memory.predict(size, 256, 4, recompute, kept_rows=kept).total for kept in (0, rows)]
     assert found == pytest.approx(said, rel=0.15)
-    # up to two blocks' less: buffers at the peak that keeping saves, and the model leaves out
-    one, more = rows * 128 * 4, said[1] - said[0]
-    assert more - 2 * one < found[1] - found[0] < more + 0.5 * one
+    # less buffers at the peak that keeping saves, give or take a block that FSDP still gathers
+    one = rows * 128 * 4
+    blocks, least = (0, -2.5) if recompute == "all" else (5, 2)
+    assert said[1] - said[0] == blocks * one
+    assert least * one < found[1] - found[0] < (blocks + 1.5) * one
 
 
 # ---- what a run cannot have

@@ -6,7 +6,8 @@ The model (d width, q = heads and kv heads together, h SwiGLU's width, all in va
     gathered     two blocks and the root's weights, one block's gradient; nothing on one rank
     saved        L x (x d, q k v q, out d, lse) where attention is kept; L x d where all runs again;
                  L x (5 d + 2 q + 4 h, rotary 4 head dims, lse, 2) where nothing runs again (float32)
-    kept keys    rows that attention(keep_kv=True) keeps x keys and values; L times but where all runs again
+    kept keys    rows that attention(keep_kv=True) keeps x keys and values, L times; none where all runs
+                 again: one block's at a time, in place of buffers in which keys travel
     working      one block of the backward pass: 4 d + q + 6 h, and its own q k v, out where all runs again;
                  d + 3 h where nothing does
     logits       3 x vocabulary in float32, where that is more than a block
@@ -69,15 +70,14 @@ def predict(
     if recompute not in modes:
         raise PlanError(f"recompute must be {', '.join(modes)}, got {recompute!r}")
     saved, working = modes[recompute]
-    kept = kept_rows * kv * itemsize
-    again = recompute == "all"  # one block's attention at a time
+    kept = 0 if recompute == "all" else kept_rows * kv * itemsize
     logits = 3 * VOCABULARY * 4
     alone = world == 1
     return Memory(
         16 * size.parameters // world,
         0 if alone else (2 * block + root) * itemsize + block * 4,
-        size.layers * (tokens * saved + (0 if again else kept)),
-        max(tokens * working * itemsize + kept * again, tokens * logits),
+        size.layers * (tokens * saved + kept),
+        tokens * max(working * itemsize, logits),
     )
 
 
