@@ -233,6 +233,6 @@ def main() -> None:
     """Run the command line; errors a user can cause end in one message and exit code 2."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:  # MemoryError: a plan for too many ranks
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         sys.exit(2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -118,14 +120,20 @@ def test_buckets_hold_the_losses_of_their_positions():
 # ---- memory
 
 
-def peak(rank, group, settings):
-    """A rank's most bytes in its second step, when the optimiser has its states."""
+def peak(rank, group, settings, keep=False):
+    """A rank's most bytes in a step after the first, when the optimiser has its states.
+
+    The least of three steps: FSDP gives gathered weights back some time after their last use.
+    """
+    training.attention = partial(tasp.attention, keep_kv=keep)  # in this forked rank alone
     job = training.Run(settings, Stop())
     stream = iter(job.feed(job.corpus, settings.rows, Cursor()))
     job.train(next(stream))
-    batch = next(stream)
-    job.optimizer.zero_grad()
-    return memory.held(job.model, job.optimizer) + memory.measure_cpu(lambda: job.train(batch))
+    most = []
+    for batch in islice(stream, 3):
+        job.optimizer.zero_grad()
+        most.append(memory.measure_cpu(partial(job.train, batch)))
+    return memory.held(job.model, job.optimizer) + min(most)
 
 
 def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
@@ -136,10 +144,27 @@ def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
         found.append(max(tasp.launch(peak, ranks, s)))
         said.append(memory.predict(SIZES["test"], 1024 // ranks, ranks, s.recompute).total)
     assert found == pytest.approx(said, rel=0.15)
-    assert found[0] > 1.6 * found[1] > 2.4 * found[2]
+    assert found[0] > 1.6 * found[1] > 2.2 * found[2]
     del SIZES["test"]
-    with pytest.raises(tasp.PlanError, match="not for 'none'"):
-        memory.predict(SIZES["tiny"], 9, 1, "none")
+    with pytest.raises(tasp.PlanError, match="must be none, kept, all, got 'some'"):
+        memory.predict(SIZES["tiny"], 9, 1, "some")
+
+
+@pytest.mark.parametrize("recompute", ["none", "kept", "all"])
+def test_memory_of_kept_keys_and_of_what_runs_again(tmp_path, monkeypatch, recompute):
+    size = Size(128, 5, 8, 4, 256)
+    monkeypatch.setitem(SIZES, "test", size)
+    s = Settings(out=tmp_path, tokens=1024, size="test", recompute=recompute)
+    p = tasp.plan([1024], 4, schedule=s.schedule, layout=s.layout)
+    rows = 256 + tasp.lower(p, 0, keep_kv=True).arena_rows  # all keys of the row
+    found = [max(tasp.launch(peak, 4, s, keep)) for keep in (False, True)]
+    said = [memory.predict(size, 256, 4, recompute, kept_rows=kept).total for kept in (0, rows)]
+    assert found == pytest.approx(said, rel=0.15)
+    # less buffers at the peak that keeping saves, give or take a block that FSDP still gathers
+    one = rows * 128 * 4
+    blocks, least = (0, -2.5) if recompute == "all" else (5, 2)
+    assert said[1] - said[0] == blocks * one
+    assert least * one < found[1] - found[0] < (blocks + 1.5) * one
 
 
 # ---- what a run cannot have
@@ -189,6 +214,34 @@ def test_a_run_from_the_command_line(tmp_path, capsys):
 def test_missing_settings_are_named(capsys):
     assert main("--steps", 3) == 2
     assert "Missing option '--out'" in capsys.readouterr().err
+
+
+def test_bad_data_or_a_file_in_the_way_leave_everything_as_it_was(tmp_path, capsys):
+    out, chats = tmp_path / "out", tmp_path / "chats.jsonl"
+    out.mkdir()
+    (out / "run.json").write_text("an earlier run's")
+    chats.write_text('{"prompt": 3}')
+    assert main("--out", out, "--data", chats) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 0: data file ")
+    assert said.count("\n") == 1
+    assert [p.name for p in out.iterdir()] == ["run.json"]
+    assert main("--out", chats) == 2
+    assert capsys.readouterr().err == (
+        f"error: rank 0: --out '{chats}' cannot be a folder: File exists\n"
+    )
+    assert (out / "run.json").read_text() == "an earlier run's"
+
+
+def test_a_run_that_is_done_changes_nothing(tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--out", out, "--tokens", 64, "--steps", 1)
+    assert main(*options) == 0
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert main(*options, "--schedule", "ring") == 0
+    assert capsys.readouterr().out == f"nothing to do: step 1 of 1 is saved in {out}\n"
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
 def test_worlds_that_rows_or_plans_do_not_fit(tmp_path):

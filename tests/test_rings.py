@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from tasp_core import Rings, TopologyError, decompose
+from tasp_core import Rings, TopologyError, cli, decompose
 from tasp_core.rings import node_rings
 
 NODES = [(m, u) for m in (2, 4, 6, 8) for u in (2, 3, 4, 5)]
@@ -221,3 +221,15 @@ def test_paths_need_an_even_node(m, u, advice):
 def test_paths_need_two_nodes(u):
     with pytest.raises(TopologyError, match=rf"at least 2 nodes, got {u}"):
         node_rings(4, u, rail_aligned=True)
+
+
+def test_rings_that_do_not_fit_into_memory_are_one_line(monkeypatch, capsys):
+    def full(n):
+        raise MemoryError("Unable to allocate 74.5 GiB")
+
+    monkeypatch.setattr(cli, "decompose", full)
+    monkeypatch.setattr("sys.argv", ["tasp_core", "rings", "100000"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: Unable to allocate 74.5 GiB\n"

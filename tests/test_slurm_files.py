@@ -158,6 +158,15 @@ def test_a_job_outside_slurm_says_how():
     assert done.stderr.startswith("tasp: this is a job: sbatch slurm/train.sbatch")
 
 
+@pytest.mark.parametrize("job", JOBS)
+def test_elsewhere_than_in_the_root_is_one_line(job, tmp_path):
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / job).write_text((SLURM / job).read_text())
+    done = bash(job, "--dry-run", settings=SITE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r".*slurm/common.sh: No such file or directory\n", done.stderr)
+
+
 def test_a_program_that_is_not_there_is_one_line():
     settings = SITE | IN_A_JOB | {"TASP_PYTHON": "no/such/python"}
     done = bash("train.sbatch", settings=settings)

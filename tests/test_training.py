@@ -171,6 +171,7 @@ def test_a_checkpoint_is_tensors_and_text_and_loads_without_pickle(saved):
     ("harm", "message"),
     [
         ("cut", r"is torn: shard-00001-\S+ has \d+ of \d+ bytes; move it away"),
+        ("header", "cannot be read: .*header.*; move it away"),
         ("gone", "is torn or none: .*No such file"),
         ("note", "is torn or none: .*; move it away"),
         ("schema", "has schema 99, this version reads 1"),
@@ -189,6 +190,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
     options = {}
     if harm == "cut":
         shard.write_bytes(shard.read_bytes()[:-7])
+    elif harm == "header":
+        shard.write_bytes(bytes(len(shard.read_bytes())))
     elif harm == "gone":
         shard.unlink()
     elif harm == "note":

@@ -139,7 +139,10 @@ def _times(table: Sequence[Any]) -> Figure | None:
                 said.append(f"{case}, {what}: {len(some)} curves")
     if not panels:
         return None
-    notes = ("Measured medians; predictions and bounds are modelled, and shown as lines only.",)
+    notes = (
+        "Measured medians; predictions and bounds are modelled, and shown as lines only. "
+        "Both axes are logarithmic.",
+    )
     return Figure(
         "Time of one pass against the length of the row",
         notes,

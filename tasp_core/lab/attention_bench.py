@@ -191,7 +191,7 @@ def _line(row: dict[str, Any], base: dict[str, Any]) -> str:
     guess = sum(v for k, v in row["predicted"].items() if k.startswith("whole"))
     rates = "/".join(f"{x:.3g}" for x in row["tflops"].values())
     return (
-        f"{head} {' '.join(cells)} {guess if guess else np.nan:>9.4f} {row['ccr']:>6.2f} "
+        f"{head} {' '.join(cells)} {f'{guess:.4f}' if guess else '-':>9} {row['ccr']:>6.2f} "
         f"{total(base, 'whole') / total(row, 'whole'):>6.2f} {rates:>15}"
     )
 

@@ -116,11 +116,16 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     Raises:
         PlanError: a torn checkpoint, or one of a model with other tensors.
     """
+    from safetensors import SafetensorError  # optional: the extra "training"
+
     note = read_note(path)
     reader = HuggingFaceStorageReader(str(path))
     weights = dict(model.named_parameters())
     ours = {f"{kind}.{n}": list(w.shape) for kind in KINDS for n, w in weights.items()}
-    stored = reader.read_metadata().state_dict_metadata
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise PlanError(f"checkpoint {path} cannot be read: {error}; {_ADVICE}") from None
     theirs = {name: list(getattr(x, "size", ())) for name, x in stored.items()}
     if ours != theirs:
         name = next(n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n))

@@ -4,8 +4,12 @@ The model (d width, q = heads and kv heads together, h SwiGLU's width, all in va
 
     states       16 bytes a parameter / world size: weight, gradient, two moments
     gathered     two blocks and the root's weights, one block's gradient; nothing on one rank
-    saved        L x (x d, q k v q, out d, lse) where attention is kept; L x d where all runs again
-    working      one block of the backward pass: 4 d + q + 6 h, and its own q k v, out where all runs again
+    saved        L x (x d, q k v q, out d, lse) where attention is kept; L x d where all runs again;
+                 L x (5 d + 2 q + 4 h, rotary 4 head dims, lse, 2) where nothing runs again (float32)
+    kept keys    rows that attention(keep_kv=True) keeps x keys and values, L times; none where all runs
+                 again: one block's at a time, in place of buffers in which keys travel
+    working      one block of the backward pass: 4 d + q + 6 h, and its own q k v, out where all runs again;
+                 d + 3 h where nothing does
     logits       3 x vocabulary in float32, where that is more than a block
 
 What a rank holds of a row is tokens / P, so saved and working fall with P, states with the world size.
@@ -39,28 +43,41 @@ class Memory:
         return self.states + self.gathered + self.saved + self.working
 
 
-def predict(size: Size, tokens: int, world: int, recompute: str, itemsize: int = 4) -> Memory:
+def predict(
+    size: Size, tokens: int, world: int, recompute: str, itemsize: int = 4, *, kept_rows: int = 0
+) -> Memory:
     """The model's figures for a rank that holds `tokens` tokens of a row.
 
+    Args:
+        kept_rows: with attention(keep_kv=True), the rows it keeps: tokens and
+            `lower(plan, rank, keep_kv=True).arena_rows`.
+
     Raises:
-        PlanError: recompute="none", whose activations depend on how torch splits its operations.
+        PlanError: recompute is not none, kept or all.
     """
-    if recompute == "none":
-        raise PlanError("memory is modelled for recompute='kept' and 'all', not for 'none'")
     d, h = size.dim, size.hidden
-    q = d + 2 * size.kv_heads * (d // size.heads)
+    head_dim = d // size.heads
+    kv = 2 * size.kv_heads * head_dim
+    q = d + kv
     root = 2 * VOCABULARY * d + d
     block = (size.parameters - root) // size.layers
-    kept = recompute == "kept"
-    saved = size.layers * ((2 * d + q if kept else d) * itemsize + 4 * size.heads * kept)
-    working = (4 * d + q + 6 * h + (0 if kept else d + q)) * itemsize
+    lse = 4 * size.heads
+    modes = {  # saved of a block, in bytes; working, in values
+        "none": ((5 * d + 2 * q + 4 * h + 4 * head_dim + 2) * itemsize + lse, d + 3 * h),
+        "kept": ((2 * d + q) * itemsize + lse, 4 * d + q + 6 * h),
+        "all": (d * itemsize, 5 * d + 2 * q + 6 * h),
+    }
+    if recompute not in modes:
+        raise PlanError(f"recompute must be {', '.join(modes)}, got {recompute!r}")
+    saved, working = modes[recompute]
+    kept = 0 if recompute == "all" else kept_rows * kv * itemsize
     logits = 3 * VOCABULARY * 4
     alone = world == 1
     return Memory(
         16 * size.parameters // world,
         0 if alone else (2 * block + root) * itemsize + block * 4,
-        tokens * saved,
-        tokens * max(working, logits),
+        size.layers * (tokens * saved + kept),
+        tokens * max(working * itemsize, logits),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class Run:
         with torch.device("meta"):
             self.model: TinyLlama = llama(s.size, s.recompute)
         self.world = World.join(s)
+        try:
+            s.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(f"--out {str(s.out)!r} cannot be a folder: {error.strerror}") from None
         self.group = self.world.mesh["sp"].get_group()
         self.trajectory = s.trajectory(corpus.fingerprint())
         dtype = torch.bfloat16 if s.dtype == "bfloat16" else None
@@ -139,15 +144,20 @@ def run(settings: Settings) -> str:
 
 def _run(job: Run) -> str:
     s, world = job.s, job.world
+    if job.step >= s.steps:
+        if world.first:
+            print(f"nothing to do: step {job.step} of {s.steps} is saved in {s.out}", flush=True)
+        return "done"
+    stream = ahead(job.feed(job.corpus, s.rows, job.cursor))
+    first = next(stream)  # data that cannot be read end the run before it writes anything
     if world.first:
         config = {**asdict(s), "out": str(s.out), "world_size": world.size}
         write(s.out / "run.json", "train", config=config, trajectory=job.trajectory)
     metrics = Metrics(s.out / "metrics.jsonl", job.step, speaks=world.first)
     if job.step:
         metrics.say(f"going on after step {job.step} of {s.steps}")
-    stream = job.feed(job.corpus, s.rows, job.cursor) if job.step < s.steps else ()
     start = time.perf_counter()
-    for batch in ahead(stream):
+    for batch in chain([first], stream):
         loss, norm, asked = job.train(batch)
         cost = job.meter.of_step(batch, time.perf_counter() - start)
         last = job.step == s.steps

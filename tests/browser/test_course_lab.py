@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 from lab import Lab, browser_page, cells, errors, figure, move_slider, run_all, shoot, show
+
+pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
 from nbformat import read
 
 from tasp_course.build import HERE, units
