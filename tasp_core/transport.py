@@ -1,4 +1,4 @@
-"""Messages of one step between the ranks of a group, and the handshake before a plan is first used.
+"""Messages of one step between the ranks of a group, and the handshake of a call.
 
 `p2p` posts one send or receive a peer and kind, or one a message where these are large, in an order
 both ends agree on; `all_to_all` packs a step into one collective (every link of K_n at once). A
@@ -25,16 +25,14 @@ from .program import RECEIVES, Message, Step
 from .schedules import DKV, KV
 
 Wait = Callable[[], None]
+Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 NOTE_BYTES = 4096
 STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
-_CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
 
 
 def _settled() -> None:
     """Nothing to compare."""
-
-
-Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 
 
 def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
