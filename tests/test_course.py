@@ -74,7 +74,7 @@ def verdicts(nb: Any) -> Counter[str]:
 
 
 def strays(nb: Any) -> list[str]:
-    """Numbers in prose, recap questions aside, that are in no code cell and no output."""
+    """Numbers in prose, recap questions and a link's first aside, that no code or output has."""
     computed, prose = "", ""
     for cell in nb.cells:
         if cell.cell_type == "markdown":
@@ -84,7 +84,7 @@ def strays(nb: Any) -> list[str]:
         computed += f"\n{cell.source}"
         for out in cell.outputs:
             computed += f"\n{out.get('text', '')}{out.get('data', {}).get('text/plain', '')}"
-    prose = re.sub(r"^#+ .*$|`[^`]*`|\]\([^)]*\)|^\d+\. ", "", prose, flags=re.MULTILINE)
+    prose = re.sub(r"^#+ .*$|`[^`]*`|\[\d+|\]\([^)]*\)|^\d+\. ", "", prose, flags=re.MULTILINE)
     prose = re.sub(r"\bunits? \d+( to \d+)?|arXiv \S+", "", prose)
     known = set(re.findall(r"\d+(?:\.\d+)?", computed.replace(",", "")))
     return [
