@@ -137,7 +137,6 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
                                 SCHEDULES="tasp", LENGTHS="256 512"),
         "straight": cluster.submit("train.sbatch", *TRAIN),
         "requeued": cluster.submit("train.sbatch", *TRAIN),
-        "grows": cluster.submit("train.sbatch", *TRAIN, options="--nodes=1"),
     }  # fmt: skip
 
 
@@ -204,7 +203,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(jobs):
 def test_what_every_rank_refuses_ends_in_one_line(jobs):
     job = jobs["refuses"]
     assert job.end(200)["ExitCode"] == "1:0"
-    assert job.log().splitlines()[-1].strip() == "2 ValueError: 3 is odd"
+    # the first rank's end may end the other before it has spoken
+    assert re.fullmatch(r"[12] ValueError: 3 is odd", job.log().splitlines()[-1].strip())
 
 
 def test_a_benchmark_leaves_its_result(jobs):
@@ -241,11 +241,12 @@ def test_a_training_that_is_killed_and_queued_again_has_the_same_losses(jobs):
     assert job.steps() == jobs["straight"].steps()  # bit for bit
 
 
-def test_a_training_goes_on_with_twice_the_ranks(jobs):
-    job = jobs["grows"]
+def test_a_training_goes_on_with_twice_the_ranks(cluster, jobs):
+    job = cluster.submit("train.sbatch", *TRAIN, options="--nodes=1")
     job.until(lambda: len(job.steps()) > 5, 200)
     job.cluster.call("scancel", job.number)
     job.end(100)
+    assert len(job.steps()) < 30
     arguments = (*TRAIN, "--out", str(job.result()))
     wider = job.cluster.submit("train.sbatch", *arguments, options="--nodes=2")
     assert wider.end(200)["ExitCode"] == "0:0", wider.log()
