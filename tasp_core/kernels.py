@@ -38,9 +38,7 @@ class Kernel(ABC):
 
     name = ""
     computes = True  # whether calls are made at all; without, a pass is its exchange alone
-    native_partials = (
-        False  # whether partial results come in the input dtype even when it is narrow
-    )
+    native_partials = False  # whether partial results come in the input dtype even if narrow
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype to compute in when a row's result is merged from several calls."""
