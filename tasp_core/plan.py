@@ -278,5 +278,11 @@ def _planned(
     options: tuple[tuple[str, Any], ...],
 ) -> Plan:  # fmt: skip
     """A plan of the machine between groups; the same object, with what it has compiled, if asked again."""
-    placed = Layout(layout, docs, machine.ranks)
+    placed = _laid_out(layout, docs, machine.ranks)
     return Plan(docs, placed, build(schedule, machine, dict(options), placed), machine, intra)
+
+
+@lru_cache(maxsize=32)
+def _laid_out(layout: str, docs: Documents, ranks: int) -> Layout:
+    """One object for plans that differ in their schedules only: what it has found out is shared."""
+    return Layout(layout, docs, ranks)

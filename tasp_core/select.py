@@ -6,6 +6,7 @@
 Of plans within CLOSE of the quickest the one with the smallest buffers is taken, then the one that
 communicates least. So that the choice does not change to and fro as rows grow, a plan must also be
 within KEEP at 2 and 4 times the length; one that was close at half the length may be KEEP behind.
+What is FAR behind at the row's own length is not simulated at the others.
 Not tried: layouts that cannot win (striped; contiguous for one document), the exchange "all_to_all",
 and, over heads alone, more than one schedule.
 """
@@ -29,11 +30,8 @@ from .schedules.paced import MOST_NODES, best_pace
 from .simulate import simulate
 from .traffic import Sizes
 
-CLOSE, KEEP = 0.025, 0.049
+CLOSE, KEEP, FAR = 0.025, 0.049, 0.5
 AUTO = "auto"
-# queries move, so that they are lowered to be simulated: tried at the row's own length only, and taken
-# only where nothing that stays close at other lengths is close
-SLOW_TO_JUDGE = ("helper", "token_ring", "mesh")
 # what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
 TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -126,7 +124,8 @@ def select(
         reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
         raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
     now = _behind(found)
-    others = (_judged(_resized(docs, x), *asked, skip=SLOW_TO_JUDGE) for x in (0.5, 2, 4))
+    near = frozenset((r.schedule, r.layout, r.intra) for r, _ in works if now[r.name] <= FAR)
+    others = (_judged(_resized(docs, x), *asked, near) for x in (0.5, 2, 4))
     before, *after = map(_behind, others)
     steady = [
         item for item in works
@@ -152,7 +151,8 @@ def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
 @lru_cache(maxsize=128)  # rows of half, double and fourfold length are asked for again
 def _judged(
     docs: Documents, machine: Machine, given: tuple[tuple[str, Any], ...], schedule: str, layout: str,
-    intra: int | None, backward: bool, most: float, skip: tuple[str, ...] = (),
+    intra: int | None, backward: bool, most: float,
+    only: frozenset[tuple[str, str, int]] | None = None,
 ) -> list[tuple[Row, Any]]:  # fmt: skip
     """Candidates with their figures and plans, the quickest first, then the excluded ones."""
     sizes = dict(given)
@@ -161,7 +161,7 @@ def _judged(
     found: list[tuple[Row, Any]] = []
     said: set[tuple[str, int, str]] = set()
     for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
-        if candidate.schedule in skip and schedule == AUTO:
+        if only is not None and candidate[:3] not in only:
             continue
         row, made = _judge(candidate, docs, machine, sizes, backward, most)
         why = (row.schedule, row.intra, row.excluded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,12 @@ def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
     return Traffic(step, src * a + member, dst * a + member, nbytes, number)
 
 
+@lru_cache(maxsize=16)
+def _known(machine: Machine) -> dict[int, tuple[str, ...]]:
+    """Resources of pairs src * ranks + dst that have been asked for."""
+    return {}
+
+
 class Charge(NamedTuple):
     """Seconds each row of a Traffic keeps its busiest resource, and bytes of each resource."""
 
@@ -119,10 +126,11 @@ def charge(machine: Machine, traffic: Traffic) -> Charge:
     n = machine.ranks
     pairs, at = np.unique(traffic.src * n + traffic.dst, return_inverse=True)
     numbers: dict[str, int] = {}
-    ways = [
-        [numbers.setdefault(name, len(numbers)) for name in machine.resources(*divmod(p, n))]
-        for p in pairs.tolist()
-    ]
+    known = _known(machine)
+    for p in pairs.tolist():
+        if p not in known:
+            known[p] = machine.resources(*divmod(p, n))
+    ways = [[numbers.setdefault(name, len(numbers)) for name in known[p]] for p in pairs.tolist()]
     width, spare = max(map(len, ways), default=0), len(numbers)
     table = np.array([w + [spare] * (width - len(w)) for w in ways]).reshape(len(ways), width)
     capacity = np.array([*map(machine.capacity_gbps, numbers), np.inf]) * 1e9

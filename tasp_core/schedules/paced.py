@@ -89,6 +89,13 @@ def best_pace(
     >>> best_pace(machine("h100x2"))
     {'blocks': 14, 'twins': 1, 'nic': 7, 'link': 9}
     """
+    return dict(
+        zip(("blocks", "twins", "nic", "link"), _search(machine, kv_bytes, buffer_kv), strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _search(machine: Machine, kv_bytes: float, buffer_kv: float) -> tuple[int, int, int, int]:
     m, u = machine.node_size, machine.num_nodes
     if u > MOST_NODES:
         raise PlanError(
@@ -116,8 +123,7 @@ def best_pace(
         held.append((most_held(found, m, quota[0]) if found else float("inf"), quota))
         if held[-1][0] <= buffer_kv:
             break
-    least = held[-1] if held[-1][0] <= buffer_kv else min(held)
-    return dict(zip(("blocks", "twins", "nic", "link"), least[1], strict=True))
+    return (held[-1] if held[-1][0] <= buffer_kv else min(held))[1]
 
 
 def most_held(found: Pace, m: int, shares: int) -> float:
@@ -126,10 +132,12 @@ def most_held(found: Pace, m: int, shares: int) -> float:
     change = np.zeros(steps + 2, dtype=np.int64)
 
     def alive(births: list[int], *uses: list[int]) -> None:
-        for i, birth in enumerate(births):
-            change[birth] += 1
-            last = max([birth + 1, *(x[i] for x in uses if i < len(x))])
-            change[last + 1] -= 1
+        last = np.asarray(births, dtype=np.int64) + 1
+        np.add.at(change, last - 1, 1)
+        for x in uses:
+            both = min(len(last), len(x))
+            last[:both] = np.maximum(last[:both], x[:both])
+        np.add.at(change, last + 1, -1)
 
     for j in range(u):
         twins = len(found.twin[1]) // max(1, m - 1) if u > 1 else 0
