@@ -51,6 +51,12 @@ class Call(NamedTuple):
     k_runs: tuple[Runs, ...]  # key gradient rows -> key rows
     mirrored: int = 0  # so many of the last sequences of a causal call, see tiles.py
 
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs, of one head."""
+        _, q, _, k = self.sequences
+        return int((q * (q + 1) // 2 if self.causal else q * k).sum())
+
 
 class Compute(NamedTuple):
     """What a step computes on rows [low, low + count) of `kv`, or on those of them in `gather`."""

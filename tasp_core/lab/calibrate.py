@@ -32,7 +32,7 @@ from .ranks import on_ranks
 
 Pairs = Sequence[tuple[int, int]]
 LEAST_S, LEAST_BYTES, MOST_BYTES = 0.1, 1 << 18, 1 << 28
-SLOW, ROUNDS = 0.7, 16
+SLOW, ROUNDS, BUSY = 0.7, 16, 4
 MOST_PAIRS = 64
 LENGTHS = (256, 512, 1024, 2048)
 
@@ -90,15 +90,15 @@ class Bench:
         self.samples[f"{name}, {nbytes} bytes"] = found
         return nbytes / float(np.median(found)) / 1e9
 
-    def small(self, name: str, pairs: Pairs, messages: int) -> float:
-        """Seconds a step of that many tiny messages on each way takes, one step after another."""
+    def steps(self, name: str, pairs: Pairs, nbytes: int, messages: int) -> float:
+        """Seconds a step of that many messages on each way takes, one step after another."""
 
         def steps() -> None:
             for _ in range(ROUNDS):
-                self.send(pairs, 64 * messages, messages)
+                self.send(pairs, nbytes, messages)
 
         found = [self.timed(steps) / ROUNDS for _ in range(self.repeats + 1)][1:]
-        self.samples[f"{name}, {messages} messages a step"] = found
+        self.samples[f"{name}, {nbytes} bytes in {messages} messages a step"] = found
         return float(np.median(found))
 
 
@@ -144,11 +144,20 @@ def network(bench: Bench, node_size: int) -> dict[str, Any]:
 
 
 def messages(bench: Bench) -> dict[str, float]:
-    """latency_s and message_s: what a step of one tiny message takes, and what each posted one adds."""
+    """latency_s and message_s: what a step costs besides its bytes, and what each message posted adds.
+
+    The step's messages keep the ways busy for several times what tiny ones take: what goes on beside
+    the bytes (a queue drained, the next message on its way) is no cost. The bytes' own time is taken
+    off by the rate of longer messages.
+    """
     ways = [(r, (r + 1) % bench.ranks) for r in range(bench.ranks)]
-    one, many = (bench.small("every rank to the next", ways, k) for k in (1, 17))
+    name = "every rank to the next"
+    rate = bench.gbps(f"{name}, long", ways) * 1e9
+    tiny = bench.steps(name, ways, 17 * 64, 1)
+    nbytes = 17 * max(64, int(BUSY * tiny * rate / 17))
+    one, many = (bench.steps(name, ways, nbytes, k) for k in (1, 17))
     posted = max(0.0, (many - one) / 32)  # 16 more sent and 16 more received
-    return {"latency_s": max(0.0, one - 2 * posted), "message_s": posted}
+    return {"latency_s": max(0.0, one - nbytes / rate - 2 * posted), "message_s": posted}
 
 
 def kernels(

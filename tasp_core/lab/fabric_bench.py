@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..simulate import simulate
 from ..topology import Machine, machine
 from .calibrate import Bench, kernels, messages
+from .devices import Device
 from .fabric import LEAST_BURST, Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
@@ -43,7 +44,8 @@ def _rank(
     rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Judge
 ) -> list[tuple[Errors, Samples]]:
     """Errors of every method and, if all are right, its samples on this rank."""
-    passes = [Pass(plan, rank, group, inputs, lambda: drain(group)) for plan in plans]
+    kernel = Device(case.tflops) if case.tflops else "auto"
+    passes = [Pass(p, rank, group, inputs, lambda: drain(group), kernel=kernel) for p in plans]
     errors = held(passes, oracle)
     if not all(e.ok for e in errors):
         return [(e, {}) for e in errors]
@@ -80,7 +82,7 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
             "label": method.label, "schedule": method.schedule, "layout": method.layout,
             "options": plan.schedule.options, "intra": method.intra,
             "fingerprint": plan.fingerprint(), "errors": as_dict(errors), "samples": samples,
-            "predicted": predictions(case, plan, replace(case.on(), **rates)),
+            "predicted": predictions(case, plan, replace(case.on(), **(rates | case.device()))),
         })  # fmt: skip
     config = asdict(case) | {"lengths": list(case.lengths), "ranks": plans[0].ranks}
     return {"title": str(case), "config": config, "methods": rows,

@@ -8,6 +8,7 @@ from typing import Any
 from ..documents import Documents
 from ..plan import Plan, plan
 from ..topology import Machine, machine
+from .devices import CALL_S, FORWARD
 from .lengths import row_lengths
 from .passes import MODES, Mode
 from .wiring import emulated
@@ -47,6 +48,7 @@ class Case:
     backward: bool = False
     modes: tuple[Mode, ...] = MODES
     repeats: int = 5
+    tflops: float = 0.0  # of each rank's own emulated device; 0: kernels share this machine's cores
 
     @property
     def docs(self) -> Documents:
@@ -57,12 +59,27 @@ class Case:
         """The emulated machine."""
         return emulated(machine(self.machine), link_mbit=self.link_mbit)
 
+    def device(self) -> dict[str, Any]:
+        """What the simulator knows of emulated devices; nothing where there are none."""
+        rates = {"tflops": self.tflops, "backward_tflops": self.tflops, "kernel_s": CALL_S}
+        return rates if self.tflops else {}
+
+    def with_ccr(self, ccr: float) -> Case:
+        """The case on devices that compute `ccr` times as long as Ring's messages keep a link busy."""
+        docs, ranks = self.docs, self.on().ranks
+        pairs = float((docs.lengths.astype(float) ** 2).sum()) / (1 + self.causal)
+        kv_bytes = docs.total / ranks * 2 * self.kv_heads * self.head_dim * 4
+        ring_s = (ranks - 1) * kv_bytes / (self.on().link_gbps * 1e9)
+        operations = FORWARD * pairs / ranks * self.heads * self.head_dim
+        return replace(self, tflops=operations / (ccr * ring_s) / 1e12)
+
     def __str__(self) -> str:
         row = f"{sum(self.lengths)} tokens"
         row += f" in {len(self.lengths)} documents" if len(self.lengths) > 1 else ""
         mask, both = ("causal" if self.causal else "full"), ", forward and backward" * self.backward
         heads = f"heads {self.heads}:{self.kv_heads} of {self.head_dim}"
-        return f"{self.group}: {self.on().name}, {row}, {mask}, {heads}{both}"
+        device = f", devices of {self.tflops * 1e3:.3g} GFLOP/s" if self.tflops else ""
+        return f"{self.group}: {self.on().name}, {row}, {mask}, {heads}{both}{device}"
 
 
 FULL = (Method("Ring", "ring", "contiguous"), Method("TASP", "tasp", "contiguous"))
@@ -83,28 +100,34 @@ NODES = (
     Method("wave", "wave", "contiguous"),
     Method("paced", "paced", "contiguous"),
 )
+CORE_TFLOPS = 0.04  # float32, what one core of a laptop does
 TALK: tuple[Mode, ...] = ("communication",)
 
 
 def cases(*, quick: bool = False) -> list[Case]:
     """All cases, or one small one of each kind."""
+    masks = ((False, FULL), (True, CAUSAL))
     mesh = [
         Case("mesh", "mesh8", mbit, (2240,), methods, causal, heads * (1 + causal), repeats=reps)
-        for causal, methods in ((False, FULL), (True, CAUSAL))
-        for mbit, all_heads, reps in ((20.0, (4, 16), 3), (50.0, (4, 8, 32), 5))
-        for heads in all_heads
+        for causal, methods in masks
+        for mbit, heads, reps in ((20.0, 4, 3), (50.0, 4, 5), (50.0, 16, 5))
+    ]
+    devices = [
+        Case("devices", "mesh8", mbit, (2240,), methods, causal, 4, repeats=reps).with_ccr(ccr)
+        for causal, methods in masks
+        for mbit, reps, ccrs in ((20.0, 3, (0.05, 0.14, 0.5)), (50.0, 5, (0.14, 0.5, 1.0)))
+        for ccr in ccrs
     ]
     talk = [
-        Case(
-            "volume", "mesh8", 50.0, (tokens,), FULL, False, backward=True, modes=TALK, repeats=reps
-        )
-        for tokens, reps in ((2240, 4), (4480, 3), (8960, 2))
+        Case("volume", "mesh8", 50.0, (tokens,), FULL, False, backward=True, modes=TALK, repeats=n)
+        for tokens, n in ((2240, 4), (4480, 3), (8960, 2))
     ]
+    row = tuple(row_lengths("sft", 16384, 1000).tolist())
     packed = Case(
-        "packed", "mesh8", 50.0, tuple(row_lengths("sft", 16384, 1000).tolist()), PACKED, heads=8,
-        kv_heads=2, backward=True, repeats=3,
-    )  # fmt: skip
+        "packed", "mesh8", 50.0, row, PACKED, heads=8, kv_heads=2, backward=True, repeats=3
+    )
     nodes = Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, 16, 16, repeats=5)
+    own = [replace(case, tflops=CORE_TFLOPS) for case in (packed, nodes)]
     if quick:
-        return [mesh[2], talk[0], replace(nodes, lengths=(512,), repeats=2)]
-    return [*mesh, *talk, packed, nodes]
+        return [mesh[1], devices[3], talk[0], replace(own[1], lengths=(512,), repeats=2)]
+    return [*mesh, *devices, *talk, packed, nodes, *own]

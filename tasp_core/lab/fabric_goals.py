@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Row = dict[str, Any]
+DEVICES, CORES = "a device a rank", "ranks share cores"
 
 
 class Goal(NamedTuple):
@@ -64,36 +65,42 @@ def _over(case: Row, name: str, label: str, other: str | None = None) -> float:
     return total(slow, name) / total(rows[label], name)
 
 
-def _mesh(mesh: list[Row], volume: list[Row]) -> Iterable[Goal]:
-    if volume:
-        talk = [(c, row) for c in volume for row in c["methods"][1:]]
-        for direction, needs in (("forward", 6.3), ("backward", 5.5)):
-            name = f"communication {direction}"
-            over = [median(r, name) / r["predicted"][f"bound {direction}"] for _, r in talk]
-            gain = [median(c["methods"][0], name) / median(r, name) for c, r in talk]
-            if direction == "forward":
-                yield Goal(
-                    "TASP's communication over the link bound, forward", 1.1, max(over), False
-                )
-            yield Goal(f"TASP's communication against Ring's, {direction}", needs, min(gain))
+def _volume(volume: list[Row]) -> Iterable[Goal]:
+    talk = [(c, row) for c in volume for row in c["methods"][1:]]
+    for direction, needs in (("forward", 6.3), ("backward", 5.5)):
+        name = f"communication {direction}"
+        over = [median(r, name) / r["predicted"][f"bound {direction}"] for _, r in talk]
+        gain = [median(c["methods"][0], name) / median(r, name) for c, r in talk]
+        if direction == "forward":
+            yield Goal("TASP's communication over the link bound, forward", 1.1, max(over), False)
+        yield Goal(f"TASP's communication against Ring's, {direction}", needs, min(gain))
+
+
+def _mesh(mesh: list[Row], where: str) -> Iterable[Goal]:
+    """End to end on kernels that run as `where` says."""
     for mbit, share in ((20.0, 0.85), (50.0, 0.8)):
         here = [c for c in mesh if c["config"]["link_mbit"] == mbit]
         for label in sorted({c["methods"][1]["label"] for c in here}):
             some = [c for c in here if c["methods"][1]["label"] == label]
             gains = [(ccr(c), _over(c, "whole", label)) for c in some]
+            text = f"{label} end to end, {mbit:g} Mbit/s, {where}"
             if mbit == 20.0:
-                yield Goal(f"{label} end to end, {mbit:g} Mbit/s, least CCR", 6.3, min(gains)[1])
-            parts = [g / min(7, 1 / x) for x, g in gains if 0.05 <= x <= 1.0]
+                yield Goal(f"{text}, least CCR", 6.3, min(gains)[1])
+            parts = [g / min(7, 1 / x) for x, g in gains if 0.04 <= x <= 1.1]
             if parts:
-                text = f"{label} end to end, {mbit:g} Mbit/s, of min(7, 1/CCR), CCR 0.05 to 1"
-                yield Goal(text, share, min(parts))
+                yield Goal(f"{text}, of min(7, 1/CCR), CCR 0.05 to 1", share, min(parts))
+
+
+def _own(case: Row) -> str:
+    """On what its kernels run."""
+    return DEVICES if case["config"].get("tflops") else CORES
 
 
 def _packed(case: Row) -> Iterable[Goal]:
     wanted = {"Zigzag-Ring": 3.0, "Zigzag-TASP": 1.5, "Ulysses": 1.2, "all_gather": 1.2}
     for other, needs in wanted.items():
         found = _over(case, "whole", "SAP balanced", other)
-        yield Goal(f"packed row, balanced SAP against {other}", needs, found)
+        yield Goal(f"packed row, balanced SAP against {other}, {_own(case)}", needs, found)
 
 
 def _nodes(case: Row) -> Iterable[Goal]:
@@ -101,12 +108,17 @@ def _nodes(case: Row) -> Iterable[Goal]:
     for other in [label for label in rows if label not in ("wave", "paced")]:
         for mode in ("communication", "whole"):
             found = _over(case, mode, "wave", other)
-            yield Goal(f"two nodes, wave against {other}, {mode}", 1.0, found)
+            if mode == "whole" or _own(case) == CORES:
+                on = f", {_own(case)}" * (mode == "whole")
+                yield Goal(f"two nodes, wave against {other}, {mode}{on}", 1.0, found)
+    worst = max(abs(gap) for _, gap in gaps([case]))
+    text = f"two nodes, prediction against measurement, worst, {_own(case)}"
+    yield Goal(text, 0.1, worst, False)
+    if _own(case) == DEVICES:
+        return
     name = "communication forward"
     over = median(rows["wave"], name) / rows["wave"]["predicted"]["bound forward"]
     yield Goal("two nodes, wave's communication over the cut bound", 1.15, over, False)
-    worst = max(abs(gap) for what, gap in gaps([case]))
-    yield Goal("two nodes, prediction against measurement, worst", 0.1, worst, False)
 
 
 def judge(cases: list[Row]) -> list[Goal]:
@@ -114,14 +126,17 @@ def judge(cases: list[Row]) -> list[Goal]:
     groups: dict[str, list[Row]] = {}
     for case in cases:
         groups.setdefault(case["config"]["group"], []).append(case)
-    goals = [*_mesh(groups.get("mesh", []), groups.get("volume", []))]
+    goals = [*_volume(groups["volume"])] if "volume" in groups else []
+    goals += _mesh(groups.get("devices", []), DEVICES)
+    goals += _mesh(groups.get("mesh", []), CORES)
     goals += [g for c in groups.get("packed", []) for g in _packed(c)]
     goals += [g for c in groups.get("nodes", []) for g in _nodes(c)]
-    errors = [abs(gap) for _, gap in gaps(cases)]
-    goals.append(
-        Goal("prediction against measurement, median", 0.1, float(np.median(errors)), False)
-    )
-    goals.append(Goal("prediction against measurement, worst", 0.2, max(errors), False))
+    for where in (DEVICES, CORES):
+        errors = [abs(gap) for _, gap in gaps(c for c in cases if _own(c) == where)]
+        if errors:
+            text = f"prediction against measurement, {where}"
+            goals.append(Goal(f"{text}, median", 0.1, float(np.median(errors)), False))
+            goals.append(Goal(f"{text}, worst", 0.2, max(errors), False))
     return goals
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention import attention
 from ..documents import Documents
 from ..formulas import RowBytes, wire_bytes
-from ..kernels import Math, oracle, resolve
+from ..kernels import Kernel, Math, oracle, resolve
 from ..launch import launch
 from ..lower import lower
 from ..plan import Plan
@@ -57,7 +57,7 @@ class Inputs:
 
 
 def run_rank(
-    rank: int, group: Any, plan: Plan, inputs: Inputs, kernel: str = "auto"
+    rank: int, group: Any, plan: Plan, inputs: Inputs, kernel: str | Kernel = "auto"
 ) -> tuple[list[Tensor], float]:
     """One rank's out, lse, dq, dk, dv, and the seconds of its forward and backward pass."""
     q, k, v, dout = (shard(x, plan, rank) for x in inputs.tensors())

@@ -67,7 +67,7 @@ class Pass:
 
     def __init__(
         self, plan: Plan, rank: int, group: Any, inputs: Inputs, ready: Callable[[], None],
-        *, kernel: str = "auto",
+        *, kernel: str | Kernel = "auto",
     ) -> None:  # fmt: skip
         self.plan, self.rank, self.group, self.ready = plan, rank, group, ready
         self.inputs = inputs
@@ -123,7 +123,9 @@ class Pass:
 def held(passes: Sequence[Pass], judge: Judge) -> list[Errors]:
     """Every method's errors against the oracle, the same on all ranks; this also warms up."""
     return [
-        judge.own_errors(run_rank(x.rank, x.group, x.plan, x.inputs)[0], x.plan, x.rank, x.group)
+        judge.own_errors(
+            run_rank(x.rank, x.group, x.plan, x.inputs, x.kernel)[0], x.plan, x.rank, x.group
+        )
         for x in passes
     ]
 
