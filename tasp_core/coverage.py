@@ -58,7 +58,9 @@ class _Counter:
     def at_home(self, rank: int, work: np.ndarray, given: np.ndarray) -> Lost | None:
         """Count pairs of the rank's own queries, but for those given away."""
         plan, docs = self.plan, self.plan.docs
-        if len(given):
+        turn = plan.schedule.own_steps(rank)
+        cut = len(given) > 0 or turn.any()
+        if cut:
             mine = np.flatnonzero(self.owner == rank)
             queries, keys = take(self.pieces, mine), np.arange(len(self.unit))
         else:  # whole runs of own tokens: fewer pairs
@@ -72,6 +74,9 @@ class _Counter:
         if len(given):
             seen &= ~np.isin(self.pair(self.unit[mine[pairs.q]], self.unit[k]), given)
         step = self.arrival[rank, self.owner, self.share][k] + 1
+        if cut:
+            home = self.owner[k] == rank
+            step[home] = turn[self.share[mine[pairs.q[home]]]]
         lost = np.flatnonzero(seen & (step > NEVER))
         if lost.size:
             first = k[lost[0]]

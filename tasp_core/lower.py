@@ -1,6 +1,6 @@
 """Lowering: a plan and a rank -> a Program of messages, buffer rows and kernel calls.
 
-At step t a program posts its messages, computes on what arrived at step t - 1 (own keys at step 0)
+At step t a program posts its messages, computes on what arrived at step t - 1 (at 0: own keys)
 in at most two kernel calls, then waits. What arrives in one step lies end to end in one slot, in
 row order, so that kernels read it in place wherever pieces of a document end up adjacent; otherwise
 `gather` lists the rows to copy. Slots are reused as soon as liveness allows: relays need two.
@@ -81,7 +81,9 @@ class _Lowering:
     def __init__(self, plan: Plan, rank: int, backward: bool, keep_kv: bool) -> None:
         self.plan, self.rank, self.backward, self.keep_kv = plan, rank, backward, keep_kv
         self.units, self.tokens = plan.units, plan.num_tokens(rank)
+        self.size = plan.units.parts * plan.schedule.num_shares  # units of a rank
         self.queries = plan.layout.pieces(rank)
+        self.own_steps = plan.schedule.own_steps(rank)
         rows = _expand(plan, plan.hops(rank, backward=backward))
         self.rows = rows
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
@@ -176,21 +178,20 @@ class _Lowering:
         """Key units, own or held."""
         low = self.units.low[unit]
         row, grad = low.copy(), low.copy()
-        held = ~self._own(unit)
+        held = ~self._is_own(unit)
         row[held] = self.arena.of(unit[held])
         if self.backward:
             grad[held] = self.acc.of(unit[held])
         order = np.argsort(row, kind="stable")
         return self._pieces(unit[order], row[order], grad[order])
 
-    def _own(self, unit: np.ndarray) -> np.ndarray:
-        size = self.units.parts * self.plan.schedule.num_shares
-        return unit // size == self.rank
+    def _is_own(self, unit: np.ndarray) -> np.ndarray:
+        return unit // self.size == self.rank
 
     def _query(self, unit: np.ndarray) -> Pieces:
         """Query units, own or guests."""
         row = self.units.low[unit]
-        held = ~self._own(unit)
+        held = ~self._is_own(unit)
         row[held] = self.q.of(unit[held])
         return self._pieces(unit, row, row).keys
 
@@ -203,8 +204,7 @@ class _Lowering:
         if not len(given.step):
             if step:
                 yield self._keys(keys)._replace(queries=self.queries)
-            else:
-                yield Group(self.queries, self.queries, self.queries.offset)
+            yield from self._at_home(step)
         else:
             mine = self._own_units()
             stay = mine[~np.isin(mine, given.q_unit)]
@@ -215,9 +215,17 @@ class _Lowering:
         for q, k in alike(guests.q_unit, guests.k_unit):
             yield self._keys(k)._replace(queries=self._query(q))
 
+    def _at_home(self, step: int) -> Iterator[Group]:
+        """Own queries with own keys, those whose turn it is."""
+        if self.own_steps.any():
+            mine = self._own_units()
+            some = mine[self.own_steps[mine % len(self.own_steps)] == step]
+            yield self._keys(mine)._replace(queries=self._query(some))
+        elif not step:
+            yield Group(self.queries, self.queries, self.queries.offset)
+
     def _own_units(self) -> np.ndarray:
-        size = self.units.parts * self.plan.schedule.num_shares
-        unit = np.arange(self.rank * size, (self.rank + 1) * size)
+        unit = np.arange(self.rank * self.size, (self.rank + 1) * self.size)
         return unit[self.units.count[unit] > 0]
 
     def _step(self, t: int) -> Step:
@@ -233,12 +241,12 @@ class _Lowering:
         return Step(sends, recvs, work, new, clear, add, merge)
 
     def program(self) -> Program:
-        count = max(
-            self.steps,
-            *(int(x.step.max(initial=-2)) + 2 for x in (self.arrivals, self.fresh)),
-            int(self.guests.step.max(initial=-1)) + 1,
-            1,
-        )
+        after = [
+            self.guests.step,
+            self.own_steps,
+            *(x.step + 1 for x in (self.arrivals, self.fresh)),
+        ]
+        count = max(self.steps, *(int(step.max(initial=0)) + 1 for step in after))
         plan = self.plan
         collective = None if self.keep_kv and self.backward else plan.schedule.collective
         if plan.schedule.exchange == "all_to_all":  # every rank takes part in every step

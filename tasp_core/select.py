@@ -31,7 +31,7 @@ from .simulate import simulate
 from .traffic import Sizes
 
 CLOSE, KEEP, FAR = 0.025, 0.049, 0.5
-AUTO = "auto"
+AUTO, RELAY = "auto", 6
 # what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
 TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -210,6 +210,8 @@ def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterat
         yield from (quick, small) if small != quick else (quick,)
         return
     yield {}
+    if name == "sap" and machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps:
+        yield {"relay": RELAY}
     if name == "wave":
         for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):
             yield {"blocks": blocks, "twins": 0}

@@ -57,8 +57,9 @@ def work_of(plan: Plan, hops: Hops, ranks: range, steps: int) -> Work:
         step[rank * shares : (rank + 1) * shares] = 0
         mine = slice(*bounds[rank : rank + 2])
         step[kv.owner[mine] * shares + kv.share[mine]] = kv.step[mine] + 1
-        own = np.flatnonzero(owner == rank) if away else None
-        # without guests whole runs of own tokens will do: fewer pairs
+        turn = plan.schedule.own_steps(rank)
+        own = np.flatnonzero(owner == rank) if away or turn.any() else None
+        # where all queries stay and have one turn whole runs of own tokens will do: fewer pairs
         queries = plan.layout.pieces(rank) if own is None else take(units.pieces, own)
         found = pair_table(queries, keys, plan.docs)
         seen = found.area > 0
@@ -66,6 +67,9 @@ def work_of(plan: Plan, hops: Hops, ranks: range, steps: int) -> Work:
         whole = area == queries.count[q] * keys.count[k]
         k = held[k]
         where, at = np.full_like(k, rank), step[k]
+        if own is not None:
+            home = k // shares == rank
+            at[home] = turn[share[own[q[home]]]]
         if away and own is not None:
             away.move(rank * shares + share[own[q]], k, where, at)
         if (at >= steps).any():

@@ -150,7 +150,10 @@ def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
         memory.predict(SIZES["tiny"], 9, 1, "some")
 
 
-@pytest.mark.parametrize("recompute", ["none", "kept", "all"])
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("none", "all")]
+
+
+@pytest.mark.parametrize("recompute", ["kept", *SLOW])
 def test_memory_of_kept_keys_and_of_what_runs_again(tmp_path, monkeypatch, recompute):
     size = Size(128, 5, 8, 4, 256)
     monkeypatch.setitem(SIZES, "test", size)

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import tasp_core as tasp
+from tasp_core import ulysses
 from tasp_core.lab.measure import Inputs
 from tasp_core.transport import Exchange
 
@@ -25,19 +25,17 @@ PLANS = [
 def counted(rank, group, plans):
     """Bytes this rank hands to torch.distributed, forward and backward."""
     sent = [0]
-    start, all_to_all = Exchange.start, dist.all_to_all_single
+    start, heads = Exchange.start, ulysses.post
 
     def post(self, t, recvs, sends):
         sent[0] += sum(x.rows.numel() * x.rows.itemsize for x in sends)
         return start(self, t, recvs, sends)
 
-    def exchange(into, out, *sizes, **kwargs):
-        if sizes:  # without: the handshake
-            row = out[0].numel() * out.itemsize if len(out) else 0
-            sent[0] += row * (sum(sizes[1]) - sizes[1][rank])
-        return all_to_all(into, out, *sizes, **kwargs)
+    def exchange(group, recvs, sends):
+        sent[0] += sum(rows.numel() * rows.itemsize for rows, _, _ in sends)
+        return heads(group, recvs, sends)
 
-    Exchange.start, dist.all_to_all_single = post, exchange
+    Exchange.start, ulysses.post = post, exchange
     result = []
     for p in plans:
         sent[0] = 0

@@ -15,7 +15,7 @@ ROWS = (
     tasp.Documents.of([137, 300, 7]),
     tasp.Documents.of([5, 1]),
 )
-MACHINES = (None, "mesh2x2", "mesh3x2", "mesh4x2")
+MACHINES = (None, "mesh2x2", "mesh3x2")
 
 
 def counted(p: tasp.Plan) -> tuple[list[int], int]:

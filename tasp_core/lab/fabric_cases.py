@@ -89,7 +89,8 @@ PACKED = (
     Method("Zigzag-TASP", "tasp", "zigzag"),
     Method("all_gather", "all_gather", "per_document"),
     Method("Ulysses", "ring", "balanced", intra=8),
-    Method("SAP balanced", "sap", "balanced", (("buffer_tokens", 4096),)),
+    Method("SAP straight", "sap", "balanced", (("buffer_tokens", 4096),)),
+    Method("SAP balanced", "sap", "balanced", (("buffer_tokens", 4096), ("relay", 6))),
 )
 NODES = (
     Method("Ring", "ring", "contiguous"),

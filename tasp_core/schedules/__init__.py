@@ -72,7 +72,7 @@ OPTIONS = {
     "helper": (),
     "token_ring": (),
     "mesh": ("rows",),
-    "sap": ("exchange", "buffer_tokens", "move_q"),
+    "sap": ("exchange", "buffer_tokens", "move_q", "relay"),
 }
 DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
     "wave": _wave_options,

@@ -2,7 +2,7 @@
 
 A hop is `(step, src, dst, owner, share, kind)`: in communication step `step`, rank `src` sends rank
 `dst` something of share `share` of rank `owner`. Compute step t uses what arrived in communication
-step t - 1; own keys are computed at step 0.
+step t - 1; own keys are computed at step 0, unless a schedule fills its bubbles with them.
 
     kv    its keys and values; in the backward pass they travel again by the same hops
     dkv   what has been summed of their gradient, in the backward pass
@@ -184,6 +184,10 @@ class Schedule(ABC):
         """What is computed away from home; all else is where the queries are, when keys arrive."""
         return NO_MEETS
 
+    def own_steps(self, rank: int) -> np.ndarray:
+        """For each share of the rank's queries: the compute step in which they meet its own keys."""
+        return np.zeros(self.num_shares, dtype=np.int64)
+
     @abstractmethod
     def forward(self, rank: int | None) -> Hops:
         """The kv, q and out hops; of one rank (as sender or receiver), or all."""
@@ -237,6 +241,9 @@ class Table(Schedule):
     @property
     def meets(self) -> Meets:
         return self.like.meets if self.like else NO_MEETS
+
+    def own_steps(self, rank: int) -> np.ndarray:
+        return self.like.own_steps(rank) if self.like else super().own_steps(rank)
 
     def _rows(self, kinds: tuple[int, ...], rank: int | None) -> Hops:
         table = Hops.parse(self.words)

@@ -5,6 +5,8 @@ rank each rank's queries can see. Owners' runs are cut where the set of ranks th
 so that nothing travels that nobody needs; pairs of ranks without a common document exchange nothing.
 
     one node        a share goes from its owner straight to each rank that needs it
+    relay=4         on a mesh: over four steps, some of it by way of a third rank whose links are idle;
+                    own keys are computed in the steps that have least to do
     several nodes   once to one rank of each other node (over the owner's rail where that rank needs
                     it too), which hands it on to its node mates
 
@@ -25,11 +27,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlanError, whole
-from ..layout import Layout
+from ..layout import Layout, Pieces
+from ..tiles import pair_table, take, working_order
 from .base import KV, NO_MEETS, Hops, Meets, Promise, Q
 from .helper import Routed, Routes, busiest, complete
-from .needs import Wants
+from .needs import Shares, Wants
 from .offload import offload
+from .relays import spread
 
 SPLIT = 8  # no share is larger than this part of a step's buffer
 
@@ -54,11 +58,17 @@ class Sap(Routed):
 
     buffer_tokens: int = 0  # a step's arrivals; 0: the largest rank's tokens
     move_q: bool = False
+    relay: int = (
+        0  # steps over which shares are spread, straight or by way of a third rank; 0: straight
+    )
 
     name = "sap"
 
     def __post_init__(self) -> None:
         whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
+        whole(self.relay, "sap: relay", 0, PlanError)
+        if self.relay and self.node_size < self.ranks:
+            raise PlanError("sap: relay is for the links of one node; over nodes leave it at 0")
         if self.move_q and self.exchange != "p2p":
             raise PlanError("sap: move_q=True needs exchange='p2p'; set one of the two")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
@@ -67,6 +77,7 @@ class Sap(Routed):
     @property
     def options(self) -> dict[str, Any]:
         given = {"buffer_tokens": self.buffer_tokens} if self.buffer_tokens else {}
+        given |= {"relay": self.relay} if self.relay else {}
         return {**super().options, **given, "move_q": self.move_q}
 
     @cached_property
@@ -81,7 +92,10 @@ class Sap(Routed):
     @cached_property
     def _wants(self) -> Wants:
         given = offload(self._layout) if self.move_q else None
-        return Wants(self._layout, max(1, self._budget // SPLIT), given)
+        most = self._budget // SPLIT
+        if self.relay:  # so many parts that all ways and steps get some
+            most = min(most, int(self._layout.counts.max()) // (4 * self.ranks))
+        return Wants(self._layout, max(1, most), given)
 
     @property
     def num_shares(self) -> int:
@@ -108,6 +122,8 @@ class Sap(Routed):
         """The kv hops."""
         shares, m = self._wants.shares, self.node_size
         dst, share = self._wants.wanted()
+        if self.relay:
+            return self._relayed(dst, share)
         owner, size = shares.owner[share], shares.size[share]
         # the gate of a node: the rank that needs the share and is next after the owner's rail
         away = dst // m != owner // m
@@ -137,6 +153,49 @@ class Sap(Routed):
         else:
             _, step = np.unique(step, return_inverse=True)  # steps without work are merged away
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
+
+    def _relayed(self, dst: np.ndarray, share: np.ndarray) -> Hops:
+        shares = self._wants.shares
+        order = np.lexsort((dst, share))
+        budget = max(1, self._budget - self._budget // SPLIT)
+        found = spread(
+            dst[order], share[order], shares.owner, shares.size, self.ranks, budget, self.relay
+        )
+        _, step = np.unique(found.step, return_inverse=True)
+        owner, number = shares.owner[found.share], shares.number[found.share]
+        return Hops(step, found.src, found.dst, owner, number, np.full_like(owner, KV))
+
+    def own_steps(self, rank: int) -> np.ndarray:
+        """With `relay` own work fills the steps in which there is least to compute."""
+        return self._fill[rank] if self.relay else super().own_steps(rank)
+
+    @cached_property
+    def _fill(self) -> list[np.ndarray]:
+        layout, shares, hops = self._layout, self._wants.shares, self._routes.forward
+        index = np.searchsorted(shares.owner, hops.owner) + hops.share
+        result = []
+        for rank in range(self.ranks):
+            step = np.zeros(self.num_shares, dtype=np.int64)
+            result.append(step)
+            if self._wants.moves_some or not len(hops.step):
+                continue
+            mine, come = np.flatnonzero(shares.owner == rank), np.flatnonzero(hops.dst == rank)
+            own, keys = (self._pieces(shares, x) for x in (mine, index[come]))
+            order = working_order(keys)
+            found = pair_table(layout.pieces(rank), take(keys, order), layout.docs)
+            when = hops.step[come][order][found.k] + 1
+            work = np.bincount(when, weights=found.area, minlength=int(hops.step.max()) + 2)
+            found = pair_table(own, take(own, working_order(own)), layout.docs)
+            area = np.bincount(found.q, weights=found.area, minlength=len(mine))
+            for i in np.argsort(-area, kind="stable").tolist():  # the largest first
+                step[shares.number[mine[i]]] = least = int(work.argmin())
+                work[least] += area[i]
+        return result
+
+    @staticmethod
+    def _pieces(shares: Shares, at: np.ndarray) -> Pieces:
+        columns = (shares.low, shares.size, shares.first, shares.stride, shares.doc)
+        return Pieces(*(c[at] for c in columns))
 
     @property
     def promise(self) -> Promise:
