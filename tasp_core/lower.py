@@ -82,8 +82,7 @@ class _Lowering:
         self.plan, self.rank, self.backward, self.keep_kv = plan, rank, backward, keep_kv
         self.units, self.tokens = plan.units, plan.num_tokens(rank)
         self.size = plan.units.parts * plan.schedule.num_shares  # units of a rank
-        self.queries = plan.layout.pieces(rank)
-        self.own_steps = plan.schedule.own_steps(rank)
+        self.queries, self.own_steps = plan.layout.pieces(rank), plan.schedule.own_steps(rank)
         rows = _expand(plan, plan.hops(rank, backward=backward))
         self.rows = rows
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
@@ -134,8 +133,8 @@ class _Lowering:
         here, rows = self.arrivals, self.rows
         home = rows.at((rows.src == self.rank) & (rows.kind == DKV))
         leaves = last_use(here.unit, here.step + 1, home.unit, home.step)
-        row = self.arena.of(here.unit)
-        return place(here.unit, here.step + 1, leaves, here.count, row, self.tokens)
+        at = self.arena.of(here.unit)
+        return place(here.unit, here.step + 1, leaves, here.count, at, self.tokens)
 
     def _row(self, rows: _Rows) -> np.ndarray:
         """First row of each unit in the buffer it is sent from or received into."""
@@ -178,20 +177,17 @@ class _Lowering:
         """Key units, own or held."""
         low = self.units.low[unit]
         row, grad = low.copy(), low.copy()
-        held = ~self._is_own(unit)
+        held = unit // self.size != self.rank
         row[held] = self.arena.of(unit[held])
         if self.backward:
             grad[held] = self.acc.of(unit[held])
         order = np.argsort(row, kind="stable")
         return self._pieces(unit[order], row[order], grad[order])
 
-    def _is_own(self, unit: np.ndarray) -> np.ndarray:
-        return unit // self.size == self.rank
-
     def _query(self, unit: np.ndarray) -> Pieces:
         """Query units, own or guests."""
         row = self.units.low[unit]
-        held = ~self._is_own(unit)
+        held = unit // self.size != self.rank
         row[held] = self.q.of(unit[held])
         return self._pieces(unit, row, row).keys
 
@@ -217,10 +213,10 @@ class _Lowering:
 
     def _at_home(self, step: int) -> Iterator[Group]:
         """Own queries with own keys, those whose turn it is."""
+        mine = self._own_units()
         if self.own_steps.any():
-            mine = self._own_units()
-            some = mine[self.own_steps[mine % len(self.own_steps)] == step]
-            yield self._keys(mine)._replace(queries=self._query(some))
+            turn = self._query(mine[self.own_steps[mine % len(self.own_steps)] == step])
+            yield self._keys(mine)._replace(queries=turn)
         elif not step:
             yield Group(self.queries, self.queries, self.queries.offset)
 
