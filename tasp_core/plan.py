@@ -246,8 +246,9 @@ def plan(
             their tokens and divide the heads; `schedule` and `layout` work between the groups.
             Default 1: heads stay together. It must divide the query heads and the ranks of a node.
         schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave"
-            (default: from the machine), {"exchange": "all_to_all"} for one collective a step
-            (default "p2p": one message a link, no packing).
+            (default: from the machine), {"relay": 6} for "sap": over idle links of a node, in six
+            steps, {"exchange": "all_to_all"} for one collective a step (default "p2p": one message
+            a link, no packing).
 
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.

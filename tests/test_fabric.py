@@ -22,6 +22,8 @@ from tasp_core.hardware import Machine
 from tasp_core.lab import fabric
 from tasp_core.lab.calibrate import Bench, calibrate, network
 from tasp_core.lab.fabric import Fabric
+from tasp_core.lab.fabric_bench import run_case
+from tasp_core.lab.fabric_cases import FULL, Case
 from tasp_core.lab.measure import Inputs, Judge
 from tasp_core.lab.passes import Pass, held, in_turn, slowest
 from tasp_core.lab.wiring import emulated, wiring
@@ -142,6 +144,18 @@ def test_links_are_limited_and_many_rings_use_them_all(mesh):
     assert ring > 0.8 * 3 * kv_s  # a bucket may hold 0.05 s
     assert many > 0.5 * kv_s
     assert ring > 2 * many
+
+
+@built
+def test_devices_beside_links_take_what_the_simulator_says():
+    one = Case("devices", "mesh4", 20.0, (1024,), FULL, False, 4, repeats=3).with_ccr(0.3)
+    ring, many = run_case(one, {})["methods"]
+    for row in (ring, many):
+        assert row["errors"]["ok"]
+        for mode in ("communication", "computation", "whole"):
+            said, found = row["predicted"][f"{mode} forward"], row["samples"][f"{mode} forward"]
+            assert min(found) == pytest.approx(said, rel=0.2), (row["label"], mode)
+    assert min(ring["samples"]["whole forward"]) > 2 * min(many["samples"]["whole forward"])
 
 
 def _measure(rank, group, node_size):

@@ -102,16 +102,39 @@ def test_the_emulated_links_are_the_result_file():
     result = json.loads((RESULTS / "fabric.json").read_text())
     assert result["right"]
 
-    def shown(start, part):
-        case = next(c for c in result["cases"] if c["title"].startswith(start))
+    def shown(start, part, devices=True):
+        found = [c for c in result["cases"] if c["title"].startswith(start)]
+        case = next(c for c in found if bool(c["config"]["tflops"]) == devices)
         for method in case["methods"]:
             runs = [v for k, v in method["samples"].items() if k.startswith(part)]
             seconds = statistics.median(map(sum, zip(*runs, strict=True)))
             yield f"{method['label']} {seconds:.2f}"
 
     lines = README[README.index("## Links that are really limited") :]
-    found = [*shown("mesh: mesh8@20Mbit, 2240 tokens, full, heads 4:", "whole")]
+    found = [
+        *shown("devices: mesh8@20Mbit, 2240 tokens, full, heads 4:4 of 64, devices of 8", "whole")
+    ]
     found += [*shown("packed", "whole"), *shown("nodes", "communication")]
-    assert len(found) == 14
+    found += shown("packed", "whole", devices=False)
+    assert len(found) == 21
     for text in found:
         assert text in lines or text.startswith("TASP rails"), text
+    goals = {g["text"]: g["found"] for g in result["goals"]}
+    worst = min(goals[f"{m} end to end, 20 Mbit/s, a device a rank, of min(7, 1/CCR), CCR 0.05 to 1"]
+                for m in ("TASP", "Zigzag-TASP"))  # fmt: skip
+    text = " ".join(lines.split())
+    assert f"End to end {100 * worst:.0f} % of min(7, 1 / CCR) at 20 Mbit/s" in text
+    for where, said in (
+        ("a device a rank", "at 50 Mbit/s {} %"),
+        ("ranks share cores", "with kernels on them {} %"),
+    ):
+        parts = [v for k, v in goals.items() if f"50 Mbit/s, {where}, of min" in k]
+        assert said.format(round(100 * min(parts))) in text
+    assert (
+        f"{100 * goals['prediction against measurement, a device a rank, median']:.0f} % off"
+        in text
+    )
+    assert (
+        f"{100 * goals['prediction against measurement, a device a rank, worst']:.0f} % at worst"
+        in text
+    )

@@ -171,10 +171,10 @@ def test_a_checkpoint_is_tensors_and_text_and_loads_without_pickle(saved):
     ("harm", "message"),
     [
         ("cut", r"is torn: shard-00001-\S+ has \d+ of \d+ bytes; move it away"),
-        ("header", "cannot be read: .*header.*; move it away"),
+        ("flip", r"is damaged: shard-00001-\S+ is not what was written; move it away"),
         ("gone", "is torn or none: .*No such file"),
         ("note", "is torn or none: .*; move it away"),
-        ("schema", "has schema 99, this version reads 1"),
+        ("schema", "has schema 99, this version reads 2"),
         ("size", r"is of another run: size 'tiny' \(now '15m'\)"),
         ("data", "is of another run: data"),
         ("tensors", r"of another model: exp_avg.blocks.0.down.weight is \[64, 128\] there, \[64, 96\]"),
@@ -190,14 +190,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
     options = {}
     if harm == "cut":
         shard.write_bytes(shard.read_bytes()[:-7])
-    elif harm == "header":
-        shard.write_bytes(bytes(len(shard.read_bytes())))
+    elif harm == "flip":
+        data = bytearray(shard.read_bytes())
+        data[-9] ^= 4
+        shard.write_bytes(data)
     elif harm == "gone":
         shard.unlink()
     elif harm == "note":
         note.write_text(note.read_text()[:50])
     elif harm == "schema":
-        note.write_text(note.read_text().replace('"schema": 1', '"schema": 99'))
+        note.write_text(note.read_text().replace('"schema": 2', '"schema": 99'))
     elif harm == "size":
         options["size"] = "15m"
     elif harm == "data":

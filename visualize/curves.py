@@ -164,26 +164,37 @@ def gains(table: Sequence[Any]) -> dict[str, list[tuple[float, float]]]:
     return points
 
 
+FABRIC = (
+    "Over Ring of the same layout, on emulated links. (cores): kernels run on the cores that carry the "
+    "messages; else on emulated devices, which take time and no core.",
+)
+
+
 def _speedups(table: Sequence[Any]) -> Figure | None:
-    found = gains([r for r in table if r.kind == "fabric" and r.case.startswith("mesh:")] or table)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for group, tail in (("devices:", ""), ("mesh:", " (cores)")):
+        some = [r for r in table if r.kind == "fabric" and r.case.startswith(group)]
+        found |= {m.split(" over ")[0] + tail: points for m, points in gains(some).items()}
+    emulated, found = bool(found), found or gains(table)
     if not found:
         return None
     ccrs = [a for points in found.values() for a, _ in points] + [p[0] for p in PUBLISHED]
-    some = [Curve(m, "measured", colour(i), tuple(p)) for i, (m, p) in enumerate(found.items())]
+    lines = [Curve(m, "measured", colour(i), tuple(p)) for i, (m, p) in enumerate(found.items())]
     ranks = max(r.ranks for r in table)
     steps = sorted({min(ccrs), max(ccrs), 1 / (ranks - 1), 1.0})
     limit = tuple((x, max(1.0, min(ranks - 1, 1 / x))) for x in steps)
-    some.append(Curve(f"perfect overlap, {ranks} ranks", "bound", SOFT, limit))
-    some.append(Curve("TASP, 8 MI300X", "published", INK, PUBLISHED))
+    lines.append(Curve(f"perfect overlap, {ranks} ranks", "bound", SOFT, limit))
+    lines.append(Curve("TASP, 8 MI300X", "published", INK, PUBLISHED))
     said = "; ".join(
         f"{c.label} ({c.how}): " + ", ".join(f"{number(b)} at CCR {number(a)}" for a, b in c.points)
-        for c in some
+        for c in lines
     )
     notes = (
         "CCR: computation alone over the baseline's communication alone. Published points are of other "
         "machines (arXiv 2509.26541), measured by its authors.",
+        *FABRIC * emulated,
     )
-    drawing = plot(some, "CCR of the baseline", "speed-up, forward pass")
+    drawing = plot(lines, "CCR of the baseline", "speed-up, forward pass")
     return Figure("Speed-up against computation over communication", notes, said, drawing)
 
 

@@ -4,11 +4,13 @@
     note = load(latest(folder), model, optimizer)  # the model may be sharded over more or fewer ranks
 
 torch.distributed.checkpoint writes each rank's part into step-N.part; when all of it is on disk, one
-rename makes it a checkpoint. Whoever is killed before leaves the last one as it was.
+rename makes it a checkpoint. Whoever is killed before leaves the last one as it was. The note has
+every file's SHA-256, which `load` compares: ranks share the reading.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from ..errors import PlanError
 
 NOTE = "note.json"
-SCHEMA = 1
+SCHEMA = 2
 KEEP = 2  # older checkpoints are removed
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
@@ -56,10 +58,12 @@ def save(
     writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
     dcp.save(_tensors(model, optimizer), storage_writer=writer)
     dist.barrier()
+    sizes = {p.name: p.stat().st_size for p in part.iterdir()}
+    sha256 = _digests(part, sorted(sizes))
     if first:
-        sizes = {p.name: p.stat().st_size for p in part.iterdir()}
+        files = {"sizes": sizes, "sha256": sha256}
         with open(part / NOTE, "w") as file:
-            json.dump({"schema": SCHEMA, "step": step, "sizes": sizes, **note}, file, indent=1)
+            json.dump({"schema": SCHEMA, "step": step, **files, **note}, file, indent=1)
             os.fsync(file.fileno())
         _sync(part)
         part.rename(final)
@@ -68,6 +72,17 @@ def save(
             shutil.rmtree(old)
     dist.barrier()
     return final
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, str]:
+    """SHA-256 of files, the same on all ranks of the default group, each of which reads its part."""
+    mine = {}
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        with open(folder / name, "rb") as file:
+            mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def _sync(folder: Path) -> None:
@@ -92,7 +107,7 @@ def read_note(path: Path) -> dict[str, Any]:
     """
     try:
         note = json.loads((path / NOTE).read_text())
-        found = {name: (path / name).stat().st_size for name in note["sizes"]}
+        found = {name: (path / name).stat().st_size for name in (*note["sizes"], *note["sha256"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"checkpoint {path} is torn or none: {error}; {_ADVICE}") from None
     if note.get("schema") != SCHEMA:
@@ -114,18 +129,16 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """Fill a model and its AdamW, sharded in any way, from a checkpoint; returns its note.
 
     Raises:
-        PlanError: a torn checkpoint, or one of a model with other tensors.
+        PlanError: a torn or damaged checkpoint, or one of a model with other tensors.
     """
-    from safetensors import SafetensorError  # optional: the extra "training"
-
     note = read_note(path)
+    found = _digests(path, sorted(note["sha256"]))
+    if bad := [name for name, digest in note["sha256"].items() if found[name] != digest]:
+        raise PlanError(f"checkpoint {path} is damaged: {bad[0]} is not what was written; {_ADVICE}")
     reader = HuggingFaceStorageReader(str(path))
     weights = dict(model.named_parameters())
     ours = {f"{kind}.{n}": list(w.shape) for kind in KINDS for n, w in weights.items()}
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise PlanError(f"checkpoint {path} cannot be read: {error}; {_ADVICE}") from None
+    stored = reader.read_metadata().state_dict_metadata
     theirs = {name: list(getattr(x, "size", ())) for name, x in stored.items()}
     if ours != theirs:
         name = next(n for n in sorted({*ours, *theirs}) if ours.get(n) != theirs.get(n))

@@ -2,6 +2,8 @@
 
 Every figure stands beside the cut bound and the simulator's prediction. A sample is the slowest
 rank's; before each one all buckets are emptied, so that no byte travels on rate saved up before.
+Kernels run on emulated devices (devices.py), or, where a case says nothing of them, on the cores that
+all ranks and their messages share.
 """
 
 from __future__ import annotations
