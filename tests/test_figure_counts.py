@@ -12,7 +12,7 @@ import pytest
 from test_figures import ROW, make, times
 from test_visualize import SVG, named, texts, tip
 
-from tasp_core import Documents, check, lower, machine
+from tasp_core import Documents, check, lower, machine, plan
 from tasp_core.schedules import KV, Q
 from visualize import Figure, View, compare, hops, mask, results, timeline, topology
 from visualize.colours import SOFT, colour
@@ -76,6 +76,20 @@ def test_tiles_of_a_short_row_are_its_pairs(layout, schedule, window):
         del by_step["other ranks"]
         wanted = {f"step {t}" + " (own keys)" * (t == 0): w for t, w in enumerate(work[rank]) if w}
         assert by_step == pytest.approx(wanted, rel=0.01)
+
+
+def test_tiles_of_own_keys_that_fill_steps_are_those_of_the_check():
+    p = plan([40, 9, 30], 4, schedule="sap", layout="balanced", schedule_options={"relay": 3})
+    work, filled = check(p).work, 0
+    for rank in range(4):
+        by_step = tiles(mask(p, rank=rank), 600 / 79)
+        del by_step["other ranks"]
+        own = p.schedule.own_steps(rank).any()
+        filled += own
+        first = "" if own else " (own keys)"
+        wanted = {f"step {t}" + first * (t == 0): w for t, w in enumerate(work[rank]) if w}
+        assert by_step == pytest.approx(wanted, rel=0.01)
+    assert filled
 
 
 @pytest.mark.parametrize("causal", [True, False])

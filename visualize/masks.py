@@ -23,6 +23,7 @@ from .raster import (
     alternating,
     arrival,
     blocks,
+    by_pairs,
     cover,
     holders,
     moved,
@@ -176,7 +177,7 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     holder, when = holders(plan, grid), arrival(plan, rank, grid.tokens)
     *done, never = pairs_by_step(plan, rank).tolist()
     seen, steps = cover(plan.docs, grid), len(done)
-    if len(plan.schedule.meets.rank):
+    if by_pairs(plan):
         pairs, where, at = moved(plan, grid)
         pairs &= where == rank
         own = np.stack([(pairs & (at == t)).mean(axis=(1, 3)) for t in [*range(steps), -1]], axis=2)
@@ -188,7 +189,8 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     tones = [ramp(0.25 + 0.75 * t / max(1, steps - 1)) for t in range(steps)]
     if step is not None:
         tones = [colour(rank) if t == step else mix(c, "#FFFFFF", 0.6) for t, c in enumerate(tones)]
-    names = [f"step {t}" + " (own keys)" * (t == 0) for t in range(steps)]
+    first = "" if plan.schedule.own_steps(rank).any() else " (own keys)"
+    names = [f"step {t}" + first * (t == 0) for t in range(steps)]
     keys = [(c, f"{n}: {w:,} pairs") for c, n, w in zip(tones, names, done, strict=True)]
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []
     note = f"Rank {rank} computes a pair once query and key are there. The strips show who holds which "

@@ -102,13 +102,24 @@ def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
     return arrived(plan, rank)[share_of(plan, tokens)]
 
 
+def by_pairs(plan: Plan) -> bool:
+    """Whether who computes a pair, or when, is not given by the key alone: queries or own work moves."""
+    schedule = plan.schedule
+    return len(schedule.meets.rank) > 0 or any(
+        schedule.own_steps(r).any() for r in range(plan.layout.ranks)
+    )
+
+
 def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For a schedule that moves queries: of a few pairs of each cell which are visible, who computes
+    """For a plan `by_pairs`: of a few pairs of each cell which are visible, who computes
     them and when; each [query cell, sample, key cell, sample].
     """
     tokens, shares, meets = grid.tokens[:, ::4], plan.schedule.num_shares, plan.schedule.meets
     when = np.repeat([arrived(plan, r) for r in range(plan.layout.ranks)], shares, axis=0)
     where = np.repeat(np.arange(plan.layout.ranks), shares)[:, None] + np.zeros_like(when)
+    for rank in range(plan.layout.ranks):
+        mine = slice(rank * shares, (rank + 1) * shares)
+        when[mine, mine] = plan.schedule.own_steps(rank)[:, None]
     at = (meets.q_owner * shares + meets.q_share, meets.owner * shares + meets.share)
     where[at], when[at] = meets.rank, meets.step
     low, high = (x[..., None, None] for x in visible(plan.docs, tokens))
@@ -130,7 +141,7 @@ def pairs_by_rank(plan: Plan) -> np.ndarray:
 def pairs_by_step(plan: Plan, rank: int) -> np.ndarray:
     """Visible pairs that a rank computes in each step, and last those it never does, int64 [steps + 1]."""
     steps = plan.schedule.num_steps() + 1
-    if len(plan.schedule.meets.rank):
+    if by_pairs(plan):
         done = work(plan)[rank, :steps]
         return np.append(done, np.zeros(steps + 1 - len(done), dtype=np.int64))
     low, high = visible(plan.docs, plan.layout.tokens(rank))

@@ -134,7 +134,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     note = read_note(path)
     found = _digests(path, sorted(note["sha256"]))
     if bad := [name for name, digest in note["sha256"].items() if found[name] != digest]:
-        raise PlanError(f"checkpoint {path} is damaged: {bad[0]} is not what was written; {_ADVICE}")
+        raise PlanError(
+            f"checkpoint {path} is damaged: {bad[0]} is not what was written; {_ADVICE}"
+        )
     reader = HuggingFaceStorageReader(str(path))
     weights = dict(model.named_parameters())
     ours = {f"{kind}.{n}": list(w.shape) for kind in KINDS for n, w in weights.items()}
