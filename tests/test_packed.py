@@ -20,6 +20,11 @@ def test_a_small_row_is_planned_and_run():
     assert r["worst_work_max_mean"] <= 1.05
     assert r["tokens_max_mean"] == 1.0
     assert r["moved_percent"] < packed.planned("sft", 1 << 15, 4, "zigzag", "sap")["moved_percent"]
+    devices = packed.timed(2048, 2, repeats=1, tflops=0.1)
+    assert devices["right"]
+    assert (
+        min(m["wall_s"][0] for m in devices["methods"]) > 0.05
+    )  # 2.5e9 operations a rank and more
     run = packed.timed(2048, 2, repeats=1)
     assert run["right"]
     assert [m["schedule"] for m in run["methods"]] == [s for _, s in packed.RUN]

@@ -8,7 +8,7 @@ from typing import Any
 from ..documents import Documents
 from ..plan import Plan, plan
 from ..topology import Machine, machine
-from .devices import CALL_S, FORWARD
+from .devices import CALL_S, CORE_TFLOPS, FORWARD
 from .lengths import row_lengths
 from .passes import MODES, Mode
 from .wiring import emulated
@@ -101,7 +101,6 @@ NODES = (
     Method("wave", "wave", "contiguous"),
     Method("paced", "paced", "contiguous"),
 )
-CORE_TFLOPS = 0.04  # float32, what one core of a laptop does
 TALK: tuple[Mode, ...] = ("communication",)
 
 

@@ -2,8 +2,9 @@
 
 Planning: work and tokens max/mean over ranks, keys (and queries with their answers) moved as a share
 of a plain ring's keys, steps, milliseconds to place a row, to make its hops and to compile one rank.
-Running: forward and backward of one SFT row on real ranks, and what gathering key rows costs beside
-the kernels. Every plan is proved, and every method that is timed is first held against the oracle.
+Running: forward and backward of one SFT row on real ranks, their kernels on shared cores and on
+emulated devices, and what gathering key rows costs beside the kernels. Every plan is proved, and every
+method that is timed is first held against the oracle.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..layout import Layout
 from ..lower import lower
 from ..plan import Plan, plan
 from ..schedules import KV
+from .devices import CORE_TFLOPS, Device
 from .lengths import row_lengths
 from .measure import Inputs, Judge, as_dict, run_rank, verify
 
@@ -91,16 +93,17 @@ def planned(name: str, tokens: int, ranks: int, layout: str, schedule: str) -> d
 
 
 def _timed(
-    rank: int, group: Any, plans: list[Plan], inputs: Inputs, repeats: int
+    rank: int, group: Any, plans: list[Plan], inputs: Inputs, repeats: int, tflops: float
 ) -> list[list[tuple[float, float]]]:
     """(wall, CPU) seconds of forward and backward of each plan, in turn; rank 0 then runs them plain."""
+    how = Device(tflops) if tflops else "auto"
     samples: list[list[tuple[float, float]]] = [[] for _ in range(len(plans) + 1)]
     q, k, v, dout = inputs.tensors()
     kernel = resolve("auto", q.device.type, q.dtype)
     for _ in range(repeats + 1):
         for i, p in enumerate(plans):
             start = time.process_time()
-            _, wall = run_rank(rank, group, p, inputs)
+            _, wall = run_rank(rank, group, p, inputs, how)
             samples[i].append((wall, time.process_time() - start))
         dist.barrier(group=group)
         start, wall = time.process_time(), time.perf_counter()
@@ -110,18 +113,22 @@ def _timed(
     return [s[1:] for s in samples]
 
 
-def timed(tokens: int, ranks: int, repeats: int = 5) -> dict[str, Any]:
-    """Forward and backward of one SFT row on real ranks, methods in turn; errors first."""
+def timed(tokens: int, ranks: int, repeats: int = 5, tflops: float = 0.0) -> dict[str, Any]:
+    """Forward and backward of one SFT row on real ranks, methods in turn; errors first.
+
+    Args:
+        tflops: of each rank's emulated device; 0: kernels share this machine's cores.
+    """
     docs = Documents.of(row_lengths("sft", tokens, SEEDS[0]))
     inputs = Inputs.random(tokens, 8, 2, 64)
     judge = Judge(inputs, docs)
     plans = [plan(docs, ranks, schedule=s, layout=lay) for lay, s in RUN]
     errors = [verify(p, inputs, judge=judge)[0] for p in plans]
     config = {"tokens": tokens, "ranks": ranks, "heads": 8, "kv_heads": 2, "head_dim": 64,
-              "documents": len(docs.lengths)}  # fmt: skip
+              "documents": len(docs.lengths), "tflops": tflops}  # fmt: skip
     if not all(e.ok for e in errors):
         return {"right": False, "config": config, "errors": [as_dict(e) for e in errors]}
-    by_rank = launch(_timed, ranks, plans, inputs, repeats, timeout_s=600.0)
+    by_rank = launch(_timed, ranks, plans, inputs, repeats, tflops, timeout_s=600.0)
     rows: list[dict[str, Any]] = []
     for i, (layout, schedule) in enumerate(RUN):
         wall = [max(r[i][n][0] for r in by_rank) for n in range(repeats)]
@@ -169,8 +176,8 @@ def packed(
     say: Callable[[str], None], *, tokens: int = 1 << 20, ranks: tuple[int, ...] = (8, 16, 64)
 ) -> dict[str, Any]:
     """The whole benchmark; `say` shows each line as it is known."""
-    run = timed(16384, 4)
-    say(_run_lines(run))
+    run, devices = timed(16384, 4), timed(16384, 4, tflops=CORE_TFLOPS)
+    say(f"{_run_lines(run)}\n{_run_lines(devices)}")
     rows = []
     say(f"{'distribution':<12} {'P':>3}  {'layout x schedule':<18} {'work':>6} {'tokens':>6} "
         f"{'keys %':>8} {'q %':>5} {'steps':>5} {'place':>6} {'compile ms':>10}")  # fmt: skip
@@ -190,8 +197,8 @@ def packed(
     say(
         f"gathering key rows takes {gathered['share']:.1%} of the kernels' time, 4,096 tokens a rank"
     )
-    return {"right": run["right"], "config": config, "planned": rows, "run": run,
-            "gathering": gathered}  # fmt: skip
+    return {"right": run["right"] and devices["right"], "config": config, "planned": rows, "run": run,
+            "devices": devices, "gathering": gathered}  # fmt: skip
 
 
 def _run_lines(run: dict[str, Any]) -> str:
@@ -199,6 +206,8 @@ def _run_lines(run: dict[str, Any]) -> str:
         return "WRONG: a method is not within its error limit"
     over = ", ".join(f"{name} {x:.2f} x" for name, x in run["speed_up_over"].items())
     c = run["config"]
+    if c["tflops"]:
+        return f"with a device of {c['tflops'] * 1e3:.0f} GFLOP/s a rank: {over}"
     return (
         f"SFT row of {c['tokens']} tokens, {c['documents']} documents, {c['ranks']} ranks, forward "
         f"and backward: of the time of balanced sap, {over};\n"
