@@ -27,6 +27,7 @@ from .plan import plan as make_plan
 from .recipe import between_groups
 from .schedules import schedules
 from .schedules.paced import MOST_NODES, best_pace
+from .schedules.sap import MOST_RELAYING
 from .simulate import simulate
 from .traffic import Sizes
 
@@ -210,7 +211,8 @@ def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterat
         yield from (quick, small) if small != quick else (quick,)
         return
     yield {}
-    if name == "sap" and machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps:
+    mesh = machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps
+    if name == "sap" and mesh and groups <= MOST_RELAYING:
         yield {"relay": RELAY}
     if name == "wave":
         for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):

@@ -108,8 +108,10 @@ def test_plans_travel_and_tables_keep_their_turns():
     assert (p.hops().kind == KV).all()
 
 
-def test_over_nodes_it_is_refused():
+def test_over_nodes_or_many_ranks_it_is_refused():
     with pytest.raises(tasp.PlanError, match="relay is for the links of one node"):
         tasp.plan([64], 4, schedule="sap", machine="mesh2x2", schedule_options={"relay": 2})
+    with pytest.raises(tasp.PlanError, match="up to 16 ranks, not 17; leave it at 0"):
+        sap([64], 17, 2)
     with pytest.raises(tasp.PlanError, match="relay must be a whole number"):
         tasp.plan([64], 4, schedule="sap", schedule_options={"relay": -1})

@@ -35,6 +35,7 @@ from .needs import Shares, Wants
 from .offload import offload
 from .relays import spread
 
+MOST_RELAYING = 16  # ranks: a way is searched for every share and receiver
 SPLIT = 8  # no share is larger than this part of a step's buffer
 
 
@@ -69,6 +70,10 @@ class Sap(Routed):
         whole(self.relay, "sap: relay", 0, PlanError)
         if self.relay and self.node_size < self.ranks:
             raise PlanError("sap: relay is for the links of one node; over nodes leave it at 0")
+        if self.relay and self.ranks > MOST_RELAYING:
+            raise PlanError(
+                f"sap: relay is searched for up to {MOST_RELAYING} ranks, not {self.ranks}; leave it at 0"
+            )
         if self.move_q and self.exchange != "p2p":
             raise PlanError("sap: move_q=True needs exchange='p2p'; set one of the two")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
