@@ -156,10 +156,10 @@ print(time.process_time() - began)
 
 @pytest.mark.parametrize(
     ("docs", "where", "seconds"),
-    [("[100000]", "h100", 1.0), ("[9000, 40, 700] * 9", "h100x2", 8.0)],
+    [("[100000]", "h100", 2.0), ("[9000, 40, 700] * 9", "h100x2", 15.0)],
 )
 def test_quick(docs, where, seconds):
-    """In a process of its own: a test session's many objects slow the collector of garbage."""
+    """Three times what it takes; in a process of its own, as many objects slow the collector of garbage."""
     words = [sys.executable, "-c", QUICK, docs, where]
     found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert float(found.stdout) < seconds
