@@ -7,8 +7,8 @@
 # ## Picture and question (5 min)
 #
 # A proved table still has to become calls. For one rank, `lower` turns it into a program: in each step
-# the messages to post, the keys to compute on meanwhile, and where in memory what arrives will lie. The
-# picture shows that memory: what lies in it, step by step.
+# the messages to **post** (to begin sending or receiving), the keys to compute on meanwhile, and where in
+# memory what arrives will lie. The picture shows that memory: what lies in it, step by step.
 #
 # *The ring visits every rank with every key. Why is room for two enough, however many ranks there are?*
 
@@ -32,6 +32,8 @@ for t, step in enumerate(tasp.lower(plan, 0).steps):
     print(f"step {t}:", ", ".join(out + into), "| compute" if step.compute else "")
 
 # %% [markdown]
+# The first 40 rows are rank 0's own keys and values. They stay, so the picture leaves them out.
+#
 # ## Exercise 1: a step on four ranks (15 min)
 #
 # Point-to-point messages of `torch.distributed`:
@@ -41,8 +43,9 @@ for t, step in enumerate(tasp.lower(plan, 0).steps):
 #     work.wait()                                # returns when that is done
 #
 # Write `move`: it runs **one** step on one rank. `hops` lists `(src, dst, owner)` of all ranks; most do
-# not concern this one. `held` maps an owner to the tensor of its keys: send from it, and put into it
-# what arrives. All tensors have four numbers. Wait before you return.
+# not concern this one. `held` maps an owner to the tensor of its keys: send from it, put into it what
+# arrives, and return it. Every tensor has four numbers, as `torch.empty(4)` has. Wait for all that you
+# began, sends too, before you return: after that, the check writes over what was sent.
 
 
 # %% tags=["exercise"]
@@ -171,7 +174,9 @@ visualize.timeline(
 )
 
 # %% [markdown]
-# And the whole thing, on four real processes: a table like yours in, exact attention out.
+# And the whole thing, on four real processes: a table like yours in, exact attention out. `shard` takes a
+# rank's tokens out of the row, `unshard` puts the ranks' outputs back in order. The number is the largest
+# difference from float64 on one process.
 
 
 # %%

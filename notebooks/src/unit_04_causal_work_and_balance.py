@@ -50,8 +50,8 @@ unit.check_work(work)
 tasp.check(plan).work
 
 # %% [markdown]
-# A ring goes on when everybody is ready, so in each step all wait for the slowest. The ranks at the
-# row's begin compute almost nothing, and yet the pass lasts as if all were the last one.
+# A rank goes on when its neighbours are ready, they when theirs are: so all wait for the slowest. The
+# ranks at the row's begin compute almost nothing, and yet the pass lasts as if all were the last one.
 #
 # ## Exercise 2: zigzag (12 min)
 #
@@ -84,11 +84,14 @@ even = tasp.plan([256], 4, schedule="ring", layout="zigzag")
 visualize.balance([("contiguous", plan), ("zigzag", even)])
 
 # %% [markdown]
+# The *worst single step* is the same ratio within one step: in the last one of `contiguous` only rank 3
+# computes anything.
+#
 # ## Exercise 3: predict the bound, then plot (10 min)
 #
-# Back to contiguous blocks. For long rows, how much more than the mean over ranks does the busiest rank
-# compute? Write `bound(n)` as a formula. (Pairs of a step count `b * b`, those of the own block half as
-# much; `b` cancels.) Predict first: what does it tend to for many ranks?
+# Back to contiguous blocks. For long rows, how many times the mean over ranks does the busiest rank
+# compute? Write `bound(n)`, a number, as a formula. (Pairs of a step count `b * b`, those of the own block
+# half as much; `b` cancels.) Predict first: what does it tend to for many ranks?
 
 
 # %% tags=["exercise"]
@@ -119,9 +122,10 @@ visualize.balance(
 # %% [markdown]
 # ## Play (6 min)
 #
-# Zigzag is perfect for one document. Now pack several into the row, with commas between their lengths.
-# Which layout stays even? Try one long document and many short ones, and the layouts `striped`,
-# `per_document` and `balanced`.
+# Zigzag is perfect for one document. Now pack several into the row, with commas between their lengths: a
+# token sees its own document only. Which layout stays even? Try one long document and many short ones,
+# and other layouts: `striped` deals out token after token, `per_document` is a zigzag inside each
+# document, `balanced` cuts few documents, and is even all the same (unit 8).
 
 # %%
 from visualize.widgets import explore_balance
@@ -129,7 +133,7 @@ from visualize.widgets import explore_balance
 explore_balance(lengths="1024", ranks=4)
 
 # %% [markdown]
-# Time, too: the same row on four ranks of a slow machine.
+# Time, too: a longer row on the slow machine of unit 3. Communication hides; idle ranks do not.
 
 # %%
 from tasp_course.unit_03 import SLOW

@@ -6,9 +6,9 @@
 #
 # ## Picture and question (5 min)
 #
-# Eight accelerators, two ways to join them. In the first picture every two have a **link** of their own
-# (AMD MI300X). In the second each has one fat **port** to a switch (NVIDIA H100). The planner knows both
-# as ranks and *resources*, each with a capacity in GB/s.
+# Eight accelerators in one box, a **node**, and two ways to join them. In the first picture every two have
+# a **link** of their own (AMD MI300X): a **full mesh**. In the second each has one fat **port** to a
+# switch (NVIDIA H100). The planner knows both as ranks and *resources*, each with a capacity in GB/s.
 #
 # *Each rank sends to its right neighbour only. Which of the two machines is badly used?*
 
@@ -25,7 +25,8 @@ visualize.topology(mesh)
 visualize.topology(switch)
 
 # %% [markdown]
-# What a message uses, and how fast it can be, depends on the pair:
+# What a message uses, and how fast it can be, depends on the pair. `h100x2` is two nodes `h100`; between
+# them a message leaves and enters by a **NIC**, a network card:
 
 # %%
 for where in (mesh, switch, tasp.machine("h100x2")):
@@ -36,7 +37,8 @@ for where in (mesh, switch, tasp.machine("h100x2")):
 # ## Exercise 1: build three machines (10 min)
 #
 # `tasp.Machine(name, node_size, num_nodes, link_gbps=, port_gbps=, nic_gbps=)`: links join every two
-# ranks of a node, ports go to the node's switch, NICs join nodes. Build
+# ranks of a node, ports go to the node's switch, NICs join nodes. What a machine does not have is left out;
+# `num_nodes` is 1 unless you say more. Build
 #
 # - `mesh`: four ranks, a link of 50 GB/s between every two;
 # - `switch`: eight ranks on a switch, ports of 450 GB/s, no links;
@@ -81,22 +83,22 @@ def load(words, machine):
 unit.check_load(load)
 
 # %% [markdown]
-# One ring on the mesh of eight, against a plan that cuts keys into shares and sends them over all links
-# at once. A cell of the matrix is a link; empty ones are bought and unused:
+# One ring on the mesh of eight, against `tasp`, a schedule that cuts keys into shares and sends them over
+# all links at once (unit 6). A cell of the matrix is a link; those with a 0 are bought and unused:
 
 # %%
 ring = tasp.plan([1024], 8, schedule="ring", machine=mesh)
-rings = tasp.plan([1024], 8, schedule="tasp", machine=mesh)
-visualize.links([("one ring", ring), ("many rings", rings)])
+many = tasp.plan([1024], 8, schedule="tasp", machine=mesh)
+visualize.links([("ring", ring), ("tasp", many)])
 
 # %%
-for plan in (ring, rings):
+for plan in (ring, many):
     report = tasp.check(plan)
     print(f"{plan.schedule.name}: {report.busy:.0%} of the links are busy in a step")
 
 # %% [markdown]
-# The least time in which *any* schedule can bring all keys to all ranks, with one GB of them a rank, is
-# the **cut bound**: bytes that must enter a rank (or a node), over what can enter it a second.
+# *No* schedule can bring all keys to all ranks in less than the **cut bound**: bytes that must enter a rank
+# (or a node), over what can enter it a second. With one GB of keys a rank:
 
 # %%
 for where in (mesh, switch, tasp.machine("h100x2")):
@@ -105,9 +107,9 @@ for where in (mesh, switch, tasp.machine("h100x2")):
 # %% [markdown]
 # ## Exercise 3: read a real machine (12 min)
 #
-# On a machine with NVIDIA GPUs, `nvidia-smi topo -m` prints a matrix. `NV4` means four NVLinks between
-# the two, `SYS`, `PIX`, `PHB`, `NODE` ways through the host, `X` the GPU itself. A real one, of eight
-# V100:
+# On a machine with NVIDIA GPUs, `nvidia-smi topo -m` prints a matrix. NVLinks join GPUs directly: `NV4`
+# means four of them between the two, `SYS`, `PIX`, `PHB`, `NODE` ways through the host (the computer
+# around the GPUs), `X` the GPU itself. A real one, of eight V100:
 
 # %% tags=["setup"]
 text = (unit.TOPOLOGIES / "v100_cube.txt").read_text()
@@ -118,7 +120,7 @@ print(text[: text.index("Legend")].expandtabs(6))
 # %% [markdown]
 # Write `nvlinks(text)`: a list of lists, the number of NVLinks between each two GPUs, 0 where there is
 # none. Lines of GPUs begin with `GPU` and a digit, right at the line's begin (the header is indented);
-# columns of NICs and affinities do not belong to the answer.
+# white space parts the columns, and those of NICs and affinities do not belong to the answer.
 
 
 # %% tags=["exercise"]
@@ -146,12 +148,16 @@ visualize.topology(cube)
 # %% [markdown]
 # ## Play (6 min)
 #
-# Break something: a dead link, a slow NIC. Which way do messages take, and what does the bound say?
-# (`degraded` refuses what would leave two ranks without a way.)
+# Break something: a dead link, a slow one; the numbers are the GB/s that are left. Which way do messages
+# take, and what does the bound say? (`degraded` refuses what would leave two ranks without a way.)
 
 # %%
 hurt = tasp.machine("mesh4").degraded({"link 0>1": 0, "link 2>3": 10})
 print(hurt.resources(0, 1), f"{1000 * tasp.cut_bound(hurt, 1e9):.1f} ms")
+
+# %% [markdown]
+# And whole machines. In brackets: how much of other ranks' keys a rank has to hold at most, where 1 KV is
+# as much as its own.
 
 # %%
 from visualize.widgets import explore_machine

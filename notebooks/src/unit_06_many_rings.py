@@ -22,7 +22,8 @@ visualize.rings(tasp.plan([64], 5, schedule="tasp"))
 
 # %% [markdown]
 # A ring visits every rank once and returns: a **Hamiltonian cycle**. Its hops from rank to rank are
-# **arcs**; `0>1` and `1>0` are two different ones.
+# **arcs**; `0>1` and `1>0` are two different ones. All arcs between `n` ranks, a full mesh, make up the
+# **complete digraph** on `n` ranks.
 #
 # ## Exercise 1: five ranks by hand (10 min)
 #
@@ -45,8 +46,8 @@ unit.check_by_hand(by_hand)
 # ## Exercise 2: eight ranks by code, four and six by proof (14 min)
 #
 # Let the machine search. `unit.all_cycles(n)` lists all rings, each beginning with rank 0;
-# `unit.arcs(ring)` is the set of a ring's arcs. Write `disjoint(n)`: `n - 1` rings without a common
-# arc, or `[]` if there are none. A search that tries *everything* and finds nothing is a proof.
+# `unit.arcs(ring)` is the set of a ring's arcs. Write `disjoint(n)`: a list of `n - 1` rings without a
+# common arc, or `[]` if there is none. A search that tries *everything* and finds nothing is a proof.
 #
 # Two things make it quick: some ring uses the arc `0>1`, some ring `0>2`, ..., so look for ring number
 # `k` only among those that begin `0, k`; and give up a choice as soon as an arc is used twice.
@@ -96,7 +97,8 @@ for n in (4, 6, 8, 9):
 #     0, 1, -1, 2, -2, ...     (modulo m, all m of them)
 #
 # crosses the circle. Begin with `m`, go along the path: a ring. Turn the path by 1, 2, ..., `m - 1`
-# places: `m` rings. Take them in the other direction, too. Write `folded(n)` for even `n`.
+# places (add as much, modulo `m`): with the first, `m` rings. Take them in the other direction, too. Write
+# `folded(n)` for even `n`: the list of all.
 
 
 # %% tags=["exercise"]
@@ -120,7 +122,8 @@ unit.check_folded(folded)
 #
 # Now make a schedule of rings. Share `i` of **every** rank goes round ring `i`: in step `t` the rank at
 # place `p` of the ring sends to the rank at place `p + 1` what belongs to the rank at place `p - t`.
-# Write `travel(rings)`: all words, for as many steps as it takes until everybody has everything.
+# Write `travel(rings)`: all words, as strings (`t3 2>5 kv1.4`: step 3, from 2 to 5, share 4 of rank 1), for
+# as many steps as it takes until everybody has everything. Each of `rings` lists its ranks, as before.
 
 
 # %% tags=["exercise"]
@@ -170,7 +173,8 @@ from visualize.widgets import explore_rings
 explore_rings(ranks=6)
 
 # %% [markdown]
-# Whether rings help depends on the machine. On a switch one peer can fill the port:
+# Whether rings help depends on the machine. On a switch one peer can fill the port, and many rings only
+# make more messages: below 1 they are slower.
 
 # %%
 for name in ("mi300x", "h100"):

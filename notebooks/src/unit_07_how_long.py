@@ -15,7 +15,8 @@ from visualize.widgets import explore_machine
 # %% [markdown]
 # ## Picture and question (5 min)
 #
-# The same row of tokens, the same two schedules, three machines. *Why does the order change?*
+# The same row of tokens, the same two schedules, three machines: `h100` and `mi300x` of unit 5, and
+# `a100_pcie`, which has no links at all. (us: microseconds.) *Why does the order change?*
 
 # %%
 times = {name: unit.race(name, 8192, ("ring", "tasp")) for name in MACHINES}
@@ -37,7 +38,8 @@ visualize.timeline(list(times["mi300x"].items()))
 #
 #     latency_s + message_s * (most messages a rank posts) + (bytes / capacity of the busiest resource)
 #
-# A rank posts what it sends *and* what it receives. The machine answers both questions:
+# A rank posts what it sends *and* what it receives. `latency_s` and `message_s` are figures of the machine:
+# `machine.latency_s`. Which resources a transfer uses, and what each can carry, it says, too:
 
 # %%
 for name in MACHINES:
@@ -46,6 +48,10 @@ for name in MACHINES:
     print(name.ljust(10), {resource: machine.capacity_gbps(resource) for resource in way})
 
 # %% [markdown]
+# On `a100_pcie` a message leaves and enters by a rank's way to its host. The first four ranks sit at one
+# processor, the other four at a second one. All that goes from the first to the second shares one **bus**,
+# and all that comes back another one.
+#
 # Write that model. `messages` is a list of (src, dst, bytes), capacities are in GB/s
 # (1e9 bytes a second). The check holds it against the simulator on three machines.
 
@@ -76,7 +82,8 @@ unit.check_step(step_s)
 
 # %% [markdown]
 # What the simulator says of one step, row of 16,384 tokens. `tasp` uses all links: that helps where every
-# pair of ranks has a link of its own, and costs messages where all leave through one port.
+# pair of ranks has a link of its own, costs messages where all leave through one port, and bytes where
+# many pairs need one bus.
 
 # %%
 for name in MACHINES:
@@ -94,7 +101,8 @@ for name in MACHINES:
 #     sends     t * KV_BYTES bytes to one neighbour:   latency_s + 2 * message_s + t * KV_BYTES / rate
 #     computes  4 * t * t * heads * head_dim flops:     kernel_s + flops / (tflops * 1e12)
 #
-# One grows with `t`, the other with `t * t`: they cross once.
+# One grows with `t`, the other with `t * t`: they cross once. `KV_BYTES` is the size of one token's keys
+# and values, `HEADS` a dict with `heads` and `head_dim`; `kernel_s` and `tflops` are the machine's.
 
 # %%
 print(KV_BYTES, HEADS)
@@ -141,8 +149,9 @@ for name in MACHINES:
 #
 # Put the three schedules in order, the quickest first, *before* any is simulated. The row
 # is causal and in zigzag. On n ranks `ring` and `tasp` take n - 1 steps; `all_gather` takes one, behind
-# which only the work on a rank's own keys can hide. Think: how many latencies, how many bytes through the
-# busiest resource, and can anything hide them at this length?
+# which only the work on a rank's own keys can hide. In it, everybody sends to all at once on `h100` and
+# `mi300x`; on `a100_pcie` keys go round a ring, with as many latencies as `ring` has. Think: how many
+# latencies, how many bytes through the busiest resource, and can anything hide them at this length?
 
 # %% tags=["exercise"]
 order = {
@@ -172,7 +181,8 @@ visualize.compare([(f"{s}, a100_pcie", t) for s, t in unit.race("a100_pcie", 409
 # %% [markdown]
 # ## Play (6 min)
 #
-# Find a machine and a length where the choice does not matter, and say why. Then halve the KV heads.
+# Find a machine and a length where the choice does not matter, and say why. Then halve the KV heads. (In
+# brackets: how much of other ranks' keys a rank holds at most, in KV, which is as much as its own.)
 
 # %%
 explore_machine(machine="mi300x", tokens=16384)

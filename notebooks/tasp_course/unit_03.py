@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from .real import on_ranks
 from .tables import ring_words
 from .verdict import exercise, expect, recap
 
+LATE_S = 0.05
 SLOW = Machine("slow", 4, link_gbps=25.0, tflops=100.0, source="invented, for this unit")
 Life = tuple[int, int]
 
@@ -50,23 +52,34 @@ def _steps(words: list[str]) -> list[list[tuple[int, int, int]]]:
 
 @exercise
 def check_move(answer: Any) -> None:
-    """Whole schedules, step by step, on four ranks: a ring, and a direct exchange."""
+    """Whole schedules, step by step, on four ranks, two of them late: a ring, a direct exchange."""
     data = np.random.default_rng(3).normal(size=(4, 4)).astype("float32")
     direct = [f"t0 {r}>{(r + d) % 4} kv{r}.0" for r in range(4) for d in (1, 2, 3)]
 
-    def run(rank: int, group: Any, steps: list[Any]) -> dict[int, Any]:
+    def run(rank: int, group: Any, steps: list[Any]) -> Any:
         held = {rank: torch.from_numpy(data[rank].copy())}
         for hops in steps:
-            held = answer(rank, group, hops, held)
+            if rank % 2:
+                time.sleep(LATE_S)  # who does not wait gets nothing from it, or sends it nan
+            given, moved = dict(held), answer(rank, group, hops, held)
+            if not isinstance(moved, dict):
+                return moved
+            held = {owner: x.clone() for owner, x in moved.items()}
+            for x in (*given.values(), *moved.values()):
+                x.fill_(torch.nan)
         return {owner: x.numpy() for owner, x in held.items()}
 
     for what, words in (("the ring", ring_words(4)), ("all at once", direct)):
         found = on_ranks(run, 4, _steps(words))
         for rank, held in enumerate(found):
-            lost = [owner for owner in range(4) if owner not in held]
-            expect(not lost, f"{what}: in the end rank {rank} does not hold kv{lost[:1]}")
-            bad = [o for o in range(4) if not np.array_equal(held[o], data[o])]
-            expect(not bad, f"{what}: what rank {rank} has as kv{bad[:1]} are not that rank's keys")
+            expect(isinstance(held, dict), f"return `held`, please, not {held!r}")
+            for owner in range(4):
+                expect(owner in held, f"{what}: in the end rank {rank} does not hold kv{owner}")
+                expect(
+                    np.array_equal(held[owner], data[owner]),
+                    f"{what}: what rank {rank} has as kv{owner} is not what rank {owner} began with; "
+                    "is it sent from and filed under its owner, and waited for on both sides?",
+                )
 
 
 @exercise
@@ -99,7 +112,7 @@ def check_slots(answer: Any) -> None:
             clash = [j for j in range(i) if given[j] == given[i] and lives[j][1] >= first]
             expect(
                 not clash,
-                f"{lives}: number {i} overwrites number {clash[:1]}, which is still in use",
+                f"{lives}: share {i} overwrites share {clash and clash[0]}, which is still in use",
             )
         fewest = _most_alive(lives)
         expect(

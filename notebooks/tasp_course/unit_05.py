@@ -64,6 +64,7 @@ def check_load(answer: Any) -> None:
         words = tasp.plan([64], where.ranks, schedule=schedule, machine=where).hops().words()
         right = Counter(r for word in words for r in where.resources(*ends(word)))
         given, what = answer(words, where), f"{schedule} on {name}"
+        expect(isinstance(given, dict), f"{what}: a dict, please, not {given!r:.60}")
         for resource in sorted(right):
             found = given.get(resource, 0)
             expect(
@@ -71,7 +72,7 @@ def check_load(answer: Any) -> None:
                 f"{what}: {resource} carries {right[resource]}, not {found}",
             )
         extra = sorted(set(given) - set(right))
-        expect(not extra, f"{what}: {extra[:1]} carries nothing")
+        expect(not extra, f"{what}: {extra and extra[0]} carries nothing; leave it out")
 
 
 @exercise
@@ -86,7 +87,7 @@ def check_nvlinks(answer: Any) -> None:
         for a in range(gpus):
             for b in range(gpus):
                 right = 0 if a == b else _nvlinks(node, a, b)
-                hint = f"{name}: between GPU{a} and GPU{b} there are {right} NVLinks, not {given[a][b]}"
+                hint = f"{name}: between GPU{a} and GPU{b} there are {right} NVLinks, not {given[a][b]!r}"
                 expect(given[a][b] == right, hint)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import tasp_core as tasp
@@ -65,7 +66,7 @@ def check_step(answer: Callable[[Machine, Messages], float]) -> None:
     got = answer(slow, [(0, 1, 64_300_000), (2, 0, 100)])
     expect(
         abs(got / 2.2e-3 - 1) < ROUND_OFF,
-        f"rank 0 now posts two messages, one it sends and one it receives: 2.2 ms, got {got * 1e3:.4g}",
+        f"rank 0 now posts two messages, one it sends and one it receives: 2.2 ms, got {got * 1e3:.4g} ms",
     )
     for name in MACHINES:
         machine = tasp.machine(name)
@@ -101,6 +102,7 @@ def check_hidden(answer: Callable[[Machine], float]) -> None:
     for name in MACHINES:
         machine = without_merging(tasp.machine(name))
         right, got = hidden_from(machine), float(answer(machine))
+        expect(isfinite(got), f"{name}: {got} is no number of tokens")
         hint = "that is the tokens of one rank: the row has all of theirs"
         if abs(got * machine.ranks / right - 1) >= CLOSE:
             hint = "at that length a step computes {1:.1f} us and communicates {0:.1f} us".format(

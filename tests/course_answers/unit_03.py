@@ -1,9 +1,13 @@
 """Wrong answers to unit 3, by check and by what is wrong."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from tasp_course.unit_03 import all_send_first
+
+LEFT = []  # messages under way that nobody waits for
 
 
 def posts(rank, group, hops, held, *, send, file):
@@ -28,6 +32,20 @@ def under_the_sender(rank, group, hops, held):
     return posts(rank, group, hops, held, send=lambda owner: owner, file=lambda owner, src: src)
 
 
+def waits_for(rank, group, hops, held, *, sends):
+    """Waits for its sends only, or for what it receives only."""
+    works, arriving = [], {}
+    for src, dst, owner in hops:
+        if src == rank:
+            (works if sends else LEFT).append(dist.isend(held[owner], dst, group))
+        if dst == rank:
+            arriving[owner] = torch.empty(4)
+            (LEFT if sends else works).append(dist.irecv(arriving[owner], src, group))
+    for work in works:
+        work.wait()
+    return held | arriving
+
+
 def receives_one_too_few(rank, group, own):
     got = torch.empty(1)
     if rank:
@@ -46,6 +64,16 @@ WRONG = {
         "always its own keys": own_only,
         "filed under the sender": under_the_sender,
         "a constant: nothing moves": lambda rank, group, hops, held: held,
+        "waits for its sends only": partial(waits_for, sends=True),
+        "waits for what it receives only": partial(waits_for, sends=False),
+        "what arrived only": lambda rank, group, hops, held: {
+            owner: x
+            for owner, x in posts(
+                rank, group, hops, held, send=lambda owner: owner, file=lambda owner, src: owner
+            ).items()
+            if owner not in held
+        },
+        "a tensor": lambda rank, group, hops, held: held[rank],
     },
     "check_turn": {
         "all send first": lambda rank, group, own: all_send_first(rank, group),

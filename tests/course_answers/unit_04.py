@@ -20,6 +20,8 @@ WRONG = {
         "half of the square, rounded": work(lambda b: b * b // 2, lambda b: 0),
         "no mask": work(lambda b: b * b, lambda b: b * b),
         "a constant": lambda n, b: rows(n, lambda r, t: 0),
+        "later steps left out": lambda n, b: [[b * (b + 1) // 2] + [b * b] * r for r in range(n)],
+        "one list": lambda n, b: [b * b] * n,
     },
     "check_zigzag": {
         "the next block": lambda rank, n, total: blocks(total, n, 2 * rank, 2 * rank + 1),
@@ -29,6 +31,7 @@ WRONG = {
             blocks(total, n, rank, rank)[: total // (2 * n)]
             + blocks(total, n, 2 * n - 1 - rank, 0)[: total // (2 * n)][::-1]
         ),
+        "ranges in a list": lambda rank, n, total: [range(rank, rank + 1), range(total - 1, total)],
         "striped": lambda rank, n, total: list(range(rank, total, n)),
     },
     "check_bound": {

@@ -37,11 +37,17 @@ WRONG = {
             machine.resources(*ends(w))[0] for w in words
         ),
         "a constant": lambda words, machine: {},
+        "a list": lambda words, machine: [n for w in words for n in machine.resources(*ends(w))],
+        "what it does not use, too": lambda words, machine: (
+            {"link 0>0": 0} | Counter(n for w in words for n in machine.resources(*ends(w)))
+        ),
     },
     "check_nvlinks": {
         "one column off": lambda text: rows(text, 2),
         "one where there are any": lambda text: rows(text, 1, lambda c: int(c.startswith("NV"))),
         "a constant": lambda text: [[0] * 8 for _ in range(8)],
+        "one digit": lambda text: rows(text, 1, lambda c: int(c[2]) if c.startswith("NV") else 0),
+        "text": lambda text: rows(text, 1, lambda c: c[2:] if c.startswith("NV") else "0"),
     },
     "check_recap": {
         "pairs without direction": [28, 8, 150, "nic", "switch"],

@@ -39,6 +39,13 @@ WRONG = {
             [0, 3, 1, 2, 4],
         ],
         "three rings": [[0, 1, 2, 3, 4], [0, 2, 4, 1, 3], [0, 3, 1, 4, 2]],
+        "copied from the picture": [
+            [4, 0, 1, 3, 2],
+            [4, 1, 2, 0, 3],
+            [4, 2, 3, 1, 0],
+            [4, 3, 0, 2, 1],
+        ],
+        "one ring": [0, 2, 4, 1],
         "closed twice": [
             [0, 1, 2, 3, 4, 0],
             [0, 2, 4, 1, 3, 0],
@@ -50,6 +57,7 @@ WRONG = {
         "adding k, for any n": shifts,
         "a constant": lambda n: [],
         "one ring too few": lambda n: [] if n in (4, 6) else list(tasp.decompose(n).cycles[1:]),
+        "None for none": lambda n: None if n in (4, 6) else list(tasp.decompose(n).cycles),
         "four and six folded": lambda n: list(tasp.decompose(n).cycles),
     },
     "check_folded": {
@@ -69,6 +77,7 @@ WRONG = {
         "always share 0": lambda rings: travel(
             rings, lambda n: n - 1, lambda p, t: p - t, share=lambda i: 0
         ),
+        "tuples": lambda rings: [(0, a, b) for ring in rings for a, b in pairwise(ring)],
         "all shares round one ring": lambda rings: travel(
             [rings[0]] * len(rings), lambda n: n - 1, lambda p, t: p - t
         ),

@@ -41,6 +41,8 @@ WRONG = {
         "tokens of one rank": lambda machine: _crossing(machine, rows=False),
         "half the flops, as if causal": lambda machine: _crossing(machine, flops=2),
         "a constant": lambda machine: 5848,
+        "never": lambda machine: float("inf"),
+        "no number": lambda machine: float("nan"),
     },
     "check_order": {
         "the same order everywhere": {race: ["all_gather", "ring", "tasp"] for race in RACES},
