@@ -118,6 +118,12 @@ def test_a_function_that_returns_nothing_is_told_so():
     assert repr(verdict) == "still to do: your function returns nothing yet"
 
 
+def test_a_function_of_whose_result_a_part_is_none_is_told_so():
+    check = checks(units(["10"])[0]).check_backward
+    assert repr(check(lambda *x: (x[1], None, x[3]))).endswith("your function returns is None")
+    assert repr(check(lambda *x: (x[1], ..., None))) == "still to do"
+
+
 @UNITS
 def test_a_unit_ends_with_the_way_on(source):
     last = notebook(source, "learner")["cells"][-1]["source"]

@@ -34,8 +34,9 @@ print(f"tokens sent by the ring: {unit.tokens_sent(plan)} for a row of {plan.doc
 # %% [markdown]
 # ## Exercise 1: the mask of a packed row (8 min)
 #
-# Flash kernels take `cu_seqlens`, cumulative lengths: document d holds tokens `cu[d] .. cu[d + 1] - 1`.
-# Return the mask as a boolean array [queries, keys]. Documents may be empty, or one token long.
+# Attention kernels for packed rows take `cu_seqlens`, cumulative lengths, here `cu`: document d holds the
+# tokens `cu[d] .. cu[d + 1] - 1`. Lengths `3, 0, 2` give `[0, 3, 3, 5]`. Return the mask as a boolean
+# array [queries, keys], True where the query sees the key. Documents may be empty, or one token long.
 
 
 # %% tags=["exercise"]
@@ -56,8 +57,8 @@ unit.check_mask(mask)
 # %% [markdown]
 # ## Exercise 2: hops that nobody needs (12 min)
 #
-# Rank r holds the tokens `tokens[r]` (global numbers). Return the set of pairs `(owner, reader)` of
-# different ranks for which some query of the reader sees some key of the owner.
+# Rank r holds the tokens `tokens[r]`, an array of their places in the row. Return the set of pairs
+# `(owner, reader)` of different ranks for which some query of the reader sees some key of the owner.
 
 
 # %% tags=["exercise"]
@@ -92,7 +93,8 @@ print(small, "\n")
 print(tasp.check(small))
 
 # %% [markdown]
-# A ring cannot be pruned like this. Each rank is on somebody else's way:
+# A ring cannot be pruned like this: each rank is on somebody else's way. Here it is a gradient (`dkv`, unit
+# 10) that follows its keys round the ring, and no longer gets home:
 
 # %%
 try:
@@ -115,16 +117,18 @@ for layout in ("contiguous", "zigzag", "per_document", "balanced"):
 
 # %% [markdown]
 # `zigzag` spreads the *row* evenly as if it were one document, which it is not. `per_document` does so
-# inside every document: even work, and every document travels everywhere.
+# inside every document: even work, and every document travels everywhere. `balanced` comes below.
 #
 # ## Exercise 3: five documents over four ranks (12 min)
 #
-# Give each rank pieces `(document, start, stop)`, such that every token is held once, no rank has more
-# than `unit.WORK` times the mean work or `unit.TOKENS` times the mean tokens. A token at position i does
-# the work of i + 1 keys. The check also tries other rows, so write it for any.
+# Give each rank pieces `(document, start, stop)`: the tokens of that document at the positions `start` to
+# `stop - 1`, counted from the document's begin. Every token must be held once, and no rank may have more
+# than `unit.WORK` times the mean work, or more than `unit.TOKENS` times the mean tokens. A token at
+# position i of its document sees i + 1 keys: that is its work. The check also tries other rows, so write
+# it for any; rows of a few tokens need not be even.
 
 # %%
-print(unit.WORK, unit.TOKENS)
+print("work at most", unit.WORK, "and tokens at most", unit.TOKENS, "times the mean over ranks")
 
 
 # %% tags=["exercise"]
@@ -147,8 +151,9 @@ def place(lengths, ranks):
 unit.check_balance(place)
 
 # %% [markdown]
-# Cutting every document for every rank is even, and makes every document travel. `balanced` does both:
-# it cuts long documents only, and fills up with short ones. `moved_tokens` is what ranks need and lack.
+# Cutting every document for every rank is even, and makes every document travel. `balanced` moves less and
+# is even, too: it cuts long documents only, and fills up with short ones. `moved_tokens` counts tokens
+# whose keys a rank needs and does not hold, `segments` the pieces.
 
 # %%
 from tasp_core.balanced import lower_bound, measure
@@ -161,8 +166,9 @@ print("no placement this even moves fewer than", lower_bound(np.array(LENGTHS), 
 # ## Exercise 4: run it on real ranks (8 min)
 #
 # `attend` runs on every rank. It gets the whole row's q, k, v and the gradient `dout` of the output.
-# Return this rank's output and dk. `tasp.shard(x, plan, rank)` picks a rank's rows, in the order that
-# `tasp.attention(q, k, v, plan, group)` expects.
+# `tasp.shard(x, plan, rank)` picks a rank's rows, in the order that
+# `tasp.attention(q, k, v, plan, group)` expects; that returns this rank's output, and autograd works
+# through it as through any function of torch. Return this rank's output and dk, the gradient of its keys.
 
 
 # %% tags=["exercise"]
@@ -207,8 +213,10 @@ for name, found in (("ours", errors.ours), ("plain", errors.plain)):
 explore_mask(lengths=", ".join(map(str, LENGTHS)), layout="balanced", schedule="sap")
 
 # %% [markdown]
-# Ulysses exchanges heads for tokens: even for any documents, but all q, k and v travel, whatever can see
-# them, and there are only so many heads.
+# **Ulysses** is another way to divide attention. Before it, ranks exchange tokens for heads: each ends up
+# with the whole row, for some of the heads. Afterwards outputs go home. That is even for any documents,
+# but all q, k and v travel, whatever can see them, and there are only so many heads: the number of ranks
+# that share them, its *degree* (`intra`), must divide the query heads, and the ranks of a node.
 
 # %%
 heads_only = tasp.plan(LENGTHS, RANKS, schedule="ring", layout="balanced", intra=RANKS)
@@ -234,8 +242,9 @@ visualize.balance([("ring, contiguous", plan), ("sap, contiguous: queries move",
 # 1. Two documents of 3 and 2 tokens, causal: how many visible pairs?
 # 2. Two ranks have no document in common. How many tokens of keys go between them?
 # 3. Which cannot leave a rank out, because each share passes through everybody: "ring" or "direct"?
-# 4. 6 query heads, nodes of 8 ranks: the largest degree of Ulysses?
-# 5. A causal document of 100 tokens: 0..59 on one rank, 60..99 on another. How many tokens' keys travel?
+# 4. 6 query heads, nodes of 8 ranks: the largest degree that Ulysses can have?
+# 5. A causal document of 100 tokens: 0..59 on one rank, 60..99 on another. The keys of how many tokens must
+#    travel?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

@@ -14,24 +14,33 @@ from tasp_course.unit_09 import KV_BYTES, machines
 # ## Picture and question (5 min)
 #
 # Rings treat all links alike. Here is a machine on which some links are 2, 4 or 10 times slower than
-# others: a bad cable, a switch that is shared. *What sets the time of a step in which all links send?*
+# others: a bad cable, a switch that is shared. A line of the picture is two links, one each way; it is
+# dashed where one of them is slow. *What sets the time of a step in which all links send?*
 
 # %%
 machine = machines()[1]
 visualize.topology(machine)
 
 # %%
+print("GB/s, from the rank on the left to the rank above")
+print("    ", *(f"{dst:6}" for dst in range(machine.ranks)))
+for src in range(machine.ranks):
+    row = [machine.route_gbps(src, dst) if src != dst else 0 for dst in range(machine.ranks)]
+    print(f"{src:4} ", *(f"{rate:6.1f}" if rate else "     -" for rate in row))
+
+# %%
 plan = tasp.plan([16384], machine.ranks, schedule="tasp", layout="contiguous", machine=machine)
 visualize.timeline([("tasp", tasp.simulate(plan, heads=8, head_dim=128))])
 
 # %% [markdown]
-# Every link carries as much as every other, so the slowest one sets the time of each step.
+# Every link carries as much as every other, so the slowest one sets the time of each step: the grey bars.
 #
 # ## Exercise 1: the cut bound (10 min)
 #
-# Every rank needs the keys of all others, `nbytes` bytes of each. Whatever the schedule, these bytes must
-# come into rank r over the links into it. And its own must leave it, once at least: others can hand them
-# on. Return the least seconds in which that can be done, the largest over all ranks.
+# Every rank needs the keys and values of all others, `nbytes` bytes of each. Whatever the schedule, these
+# bytes must come into rank r over the links into it. And its own must leave it, once at least: others can
+# hand them on. Both take a least time, and all links of a rank can be busy at once. Return the seconds
+# that no schedule can beat: the longest of these times, over all ranks.
 #
 # `machine.route_gbps(src, dst)` is the rate of a link in GB/s (1e9 bytes a second).
 
@@ -74,7 +83,12 @@ print(
 # one without, no piece twice to the same rank. It is asked again until everybody has everything.
 #
 # Write one that uses every link that can help. The check proves its plans, forward and backward, on
-# twenty machines, and asks that they are about as quick as `tasp` is there.
+# twenty machines, and asks that they are not much slower than `tasp` is there: at most
+# `unit.ALL_LINKS` cut bounds on average.
+
+# %%
+print("tasp:", f"{sum(unit.scores('tasp')) / len(machines()):.2f}", "cut bounds on average")
+print("asked for: at most", unit.ALL_LINKS, "in exercise 2,", unit.PATIENT, "in exercise 3")
 
 
 # %% tags=["exercise"]
@@ -102,8 +116,9 @@ unit.check_planner(greedy)
 #
 # A step lasts as long as its slowest transfer. So a slow link that carries one piece can keep ranks
 # waiting that could have had two by other ways. Take fast links first, and leave a link alone where it is
-# much slower than the fastest that sends in this step. And send what few ranks have, so that others can
-# hand it on.
+# much slower than the fastest that sends in this step (try some thresholds). And of the pieces that a link
+# could carry, send one that few ranks have, so that others can hand it on. At most `unit.PATIENT` cut
+# bounds on average.
 
 
 # %% tags=["exercise"]
@@ -136,7 +151,7 @@ unit.check_patient(patient)
 # ## Play (15 min)
 #
 # A score board: enter your planner under a name. The board is a file of yours,
-# `results/scoreboard.json`; times are modelled. It is open at the lower end: nobody is below 1.
+# `results/scoreboard.json`; times are modelled. Lower is better, and nobody can be below 1.
 
 # %%
 print(unit.enter("my planner", patient))
@@ -149,7 +164,7 @@ unit.against(machine, patient)
 
 # %% [markdown]
 # Ideas: cut keys into more pieces (`unit.planned(machine, patient, pieces=4)`); try several thresholds and
-# keep the plan that `unit.ratio` likes best; look ahead for ranks that will be last.
+# keep the plan for which `unit.ratio(plan)` is least; look ahead for ranks that will be last.
 
 # %% [markdown]
 # ## Recap (5 min)
@@ -158,7 +173,8 @@ unit.against(machine, patient)
 # 2. Two transfers of 60 MB in one step, over 60 and over 6 GB/s: how many ms does the step last?
 # 3. A plan takes 1.3 cut bounds. Can another one be 1.4 times as quick, "yes" or "no"?
 # 4. 4 ranks, keys cut into 2 pieces each: how many pieces arrive somewhere, in all?
-# 5. A rank has 1 GB and sends 2 GB/s over all links. Seconds, at least, until somebody else has it all?
+# 5. A rank has 1 GB and can send 2 GB/s over all its links together. At least how many seconds until all
+#    of it has left?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

@@ -15,8 +15,9 @@ from tasp_course.unit_10 import COUNTS, DTYPES
 # %% [markdown]
 # ## Picture and question (5 min)
 #
-# In the backward pass keys travel round the ring once more. Each rank that sees them finds a part of
-# their gradient. *How do the parts get home, and who adds them up?*
+# In the backward pass keys travel round the ring once more: `kv2.0` in the table is what comes in of rank
+# 2's keys and values. Each rank that sees them finds a part of their gradient. *How do the parts get home,
+# and who adds them up?*
 
 # %%
 plan = unit.ring(4)
@@ -31,9 +32,10 @@ visualize.memory(plan, rank=0, backward=True)
 #
 # ## Exercise 1: the way home (10 min)
 #
-# Compute step t uses the keys that arrived in communication step t - 1. What a rank has added in compute
-# step t can leave it in communication step t + 1. The owner adds its own part at home. Return the hops
-# `(step, src, dst)` of the gradient of `owner`'s keys, on a ring 0, 1, ..., n - 1, 0.
+# A step communicates and computes at once. So compute step t uses the keys that arrived in communication
+# step t - 1, and what a rank has added in compute step t can leave it in communication step t + 1. The
+# owner adds its own part at home. Return the hops `(step, src, dst)` of the gradient of `owner`'s keys, on
+# a ring 0, 1, ..., n - 1, 0. (The table above is the case of four ranks.)
 
 
 # %% tags=["exercise"]
@@ -53,16 +55,19 @@ unit.check_route(way_home)
 # %% [markdown]
 # ## Exercise 2: backward through one tile (15 min)
 #
-# `q` meets a tile of keys `k, v` (of several; no mask). With the *final* `out` and `lse` of the queries,
-# over all tiles, each tile's part of the gradients stands alone:
+# A block of queries meets a block of keys `k, v`: a **tile**, one of several; no mask. `dout` is the
+# gradient of the output. With the *final* `out` and `lse` of the queries, over all tiles, each tile's part
+# of the gradients stands alone:
 #
 #     p  = exp(scale * q k^T - lse)             weights, as in the forward pass
 #     dv = p^T dout
-#     ds = p * (dout v^T - D) * scale           D: for each query the sum of dout * out
+#     delta = sum of dout * out                 over the numbers of a query: one a query, as lse
+#     ds = p * (dout v^T - delta) * scale
 #     dq = ds k                                 parts add up over tiles
 #     dk = ds^T q
 #
-# Shapes: q, out, dout [T, D]; k, v [S, D]; lse [T]. Return dq, dk, dv.
+# Shapes: q, out, dout [T, D]; k, v [S, D]; lse, delta [T]. `k^T` is `k.T`, products without `*` are
+# matrix products, `@`. Return dq, dk, dv.
 
 
 # %% tags=["exercise"]
@@ -73,8 +78,8 @@ def tile_backward(dout, q, k, v, out, lse, scale):
 # %% tags=["solution"]
 def tile_backward(dout, q, k, v, out, lse, scale):
     p = torch.exp(scale * q @ k.T - lse[:, None])
-    total = (dout * out).sum(-1, keepdim=True)
-    ds = p * (dout @ v.T - total) * scale
+    delta = (dout * out).sum(-1, keepdim=True)
+    ds = p * (dout @ v.T - delta) * scale
     return ds @ k, ds.T @ q, p.T @ dout
 
 
@@ -86,19 +91,21 @@ unit.check_backward(tile_backward)
 #
 # ## Exercise 3: predict the rounding (12 min)
 #
-# On its way home a gradient is added up and rounded once a hop. `unit.summed(parts, dtype)` does the same
-# with normally distributed parts. How far off is the sum, as a root mean square?
+# On its way home a gradient is added up and rounded once a hop. `unit.summed(parts, dtype)` does the same;
+# here with parts that are normally distributed, with standard deviation `1`. How far off is the sum of n
+# parts, as a root mean square?
 #
 # - rounding x to the nearest number of a dtype is off by about `eps * |x| / 5`;
-# - the sum of the first k parts is about `sqrt(k)` large;
-# - roundings are independent: their squares add up.
+# - the sum of the first k parts is about `sqrt(k)` large, for k = `1, ..., n`, and each is rounded;
+# - roundings are independent: their squares add up, and the error is the root of that sum.
 
 # %%
 for dtype in DTYPES:
     print(dtype, "eps", torch.finfo(dtype).eps)
 
 # %% [markdown]
-# Return the predicted error of the sum of n parts; a factor of 1.5 either way is allowed.
+# Return the predicted error of the sum of n parts, not divided by anything; a factor of 1.5 either way is
+# allowed.
 
 
 # %% tags=["exercise"]
@@ -116,7 +123,7 @@ def predicted(n, eps):
 unit.check_error(predicted)
 
 # %% [markdown]
-# The error, over what the sum is large:
+# The same errors, measured, relative to the size of the sum, `sqrt(n)`:
 
 # %%
 for dtype in DTYPES:
@@ -126,16 +133,17 @@ for dtype in DTYPES:
 # ## Play (8 min)
 #
 # And real ranks: tensors are float32, and gradients travel in float32 (the default) or in bf16. Relative
-# errors of dk against float64. Which of the two grows with the number of ranks, and why does the other
-# one not?
+# errors of dk against float64, by number of ranks. Which of the two grows with it, and why does the other
+# one not? (A kernel rounds in float32, too.)
 
 # %%
 for dtype in DTYPES:
     print(dtype, {ranks: f"{unit.measured(ranks, dtype):.1e}" for ranks in (2, 4, 8)})
 
 # %% [markdown]
-# What it costs on the wire, forward/backward: keys in bf16 travel twice, gradients in float32 are twice as
-# wide. `tasp.attention(..., grad_comm_dtype=torch.bfloat16)` would halve the gradients' bytes.
+# What it costs on the wire where tensors are bf16, in `MB in` and `MB out`, forward/backward: keys travel
+# in both passes, gradients in float32 are twice as wide.
+# `tasp.attention(..., grad_comm_dtype=torch.bfloat16)` would halve the gradients' bytes.
 
 # %%
 print(tasp.explain(plan, heads=8, head_dim=128))
@@ -144,10 +152,10 @@ print(tasp.explain(plan, heads=8, head_dim=128))
 # ## Recap (5 min)
 #
 # 1. A ring of 8 ranks: how many hops does the gradient of a rank's keys make?
-# 2. KV travels in bf16, its gradient in float32: how many times the bytes?
+# 2. KV travels in bf16, its gradient in float32: how many times as many bytes has the gradient?
 # 3. A tile's backward needs which lse, its "own" or the "final" one?
 # 4. Does dq travel round the ring, "yes" or "no"?
-# 5. Four times as many bf16 parts: how many times the error, relative to the sum?
+# 5. Four times as many bf16 parts: how many times as large is the error, relative to the sum?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

@@ -29,7 +29,7 @@ for rank, samples in enumerate(unit.first_calls()):
 # ## Exercise 1: a benchmark that warms up (10 min)
 #
 # `unit.Fake` is something to measure whose costs are known: its first call takes far longer, one is
-# disturbed. Here is a hasty benchmark:
+# disturbed. It has a clock of its own, so nothing here really takes that long. Here is a hasty benchmark:
 
 
 # %%
@@ -44,7 +44,8 @@ fake = unit.Fake()
 print(f"{hasty(fake.run, fake.clock, 5):.2f} s; the calls took", fake.costs)
 
 # %% [markdown]
-# Write a better one: one call or more to warm up, then `repeats` calls timed one by one, their median.
+# Write a better one: one call or more to warm up, then `repeats` calls (an odd number) timed one by one.
+# Return their median, in seconds.
 
 
 # %% tags=["exercise"]
@@ -69,7 +70,8 @@ unit.check_bench(bench)
 # %% [markdown]
 # ## Exercise 2: several ranks (6 min)
 #
-# `by_rank[r][i]` is what pass i took on rank r. How long does a pass take? (Ranks met before each.)
+# `by_rank[r][i]` is what pass i took on rank r, in seconds. All ranks began each pass together. When is a
+# pass over? And a disturbed pass must not count, as above. Return one number: how long does a pass take?
 
 
 # %% tags=["exercise"]
@@ -88,10 +90,15 @@ unit.check_slowest(pass_s)
 # %% [markdown]
 # ## Exercise 3: latency and bandwidth (12 min)
 #
-# From sizes and seconds of single messages, return `(latency_s, gbps)` of the model
-# `latency_s + nbytes / (gbps * 1e9)`. Each sample is off by some per cent of itself, and sizes differ
-# widely: plain least squares would look at the largest message alone. Dividing each equation by
-# its measured time gives all the same weight.
+# From sizes and seconds of single messages (each size occurs several times), return `(latency_s, gbps)` of
+# the model `latency_s + nbytes / (gbps * 1e9)`. Each sample is off by up to a fifth of itself, and sizes
+# differ widely: plain least squares would look at the largest messages alone. Dividing each equation
+#
+#     latency_s * 1 + (1 / gbps) * (nbytes / 1e9) = seconds
+#
+# by its measured seconds gives all the same weight. `np.linalg.lstsq(columns, right, rcond=None)[0]` are
+# the two unknowns, where `columns` has what stands beside them, a row a sample, and `right` the right
+# sides.
 
 # %%
 print("sizes:", SIZES)
@@ -114,20 +121,23 @@ def fit(nbytes, seconds):
 unit.check_fit(fit)
 
 # %% [markdown]
-# This machine, measured between two real ranks. Where the points leave the line, the model is too simple:
-# which part of a transfer does it not know?
+# This machine, measured between two real ranks, with a fit of this kind. Where the points leave the dashed
+# line by more than chance, the model is too simple: which part of a transfer does it not know? (Run it
+# again to see what chance does.)
 
 # %%
 samples = unit.transfers()
 unit.picture(samples)
 
 # %% [markdown]
-# `python -m tasp_core calibrate` does this for all links and kernels, and writes a machine that `simulate`
-# and `select` take.
+# `python -m tasp_core calibrate` does this for all links and kernels, and writes a machine that
+# `tasp.simulate` takes.
 #
 # ## Exercise 4: a job for a cluster (12 min)
 #
-# The files in `slurm/` are jobs. What differs from cluster to cluster is in settings, and
+# On a cluster a queue, mostly Slurm, gives out the nodes: one hands in a **job**, a shell script with what
+# it needs, by `sbatch`. On each node it then runs `torchrun`, which starts the ranks there, one a GPU. The
+# files in `slurm/` are such jobs. What differs from cluster to cluster is in settings, and
 # `bash slurm/NAME.sbatch --dry-run` prints what would be run, here, without Slurm. Without settings:
 
 # %%
@@ -135,9 +145,10 @@ code, said = unit.dry_run({})
 print(f"exit code {code}: {said}")
 
 # %% [markdown]
-# The cluster: partition `gpu`, nodes of 8 H100 GPUs, InfiniBand `ib0`. You want to compare ring and tasp
-# at 131072 tokens, on the two nodes that the job asks for. Fill in; `slurm/site.sh` says what is what,
-# arguments go to the program and win over its defaults (`--methods a,b --lengths n,m`).
+# The cluster: a partition (a queue of like nodes) named `gpu`, nodes of 8 H100 GPUs, between them
+# InfiniBand, a network interface named `ib0`. You want to compare ring and tasp at 131072 tokens, on the
+# two nodes that the job asks for. Fill in strings; [site.sh](../../slurm/site.sh) says what is what.
+# `arguments` go to the program and win over its defaults (`--methods a,b --lengths n,m`).
 
 # %% tags=["exercise"]
 job = {
@@ -168,7 +179,8 @@ if ... not in job.values():
 # ## Exercise 5: read a result file (8 min)
 #
 # A result file says under which conditions it was found, holds raw samples, and whether the result was
-# *right*, held against float64, before it was timed.
+# *right*, held against float64, before it was timed. This one is of attention split over the ranks of one
+# machine: how much processor time does the splitting itself cost?
 
 # %%
 data = json.loads((RESULTS / "overhead.json").read_text())
@@ -179,7 +191,8 @@ print({name: type(value).__name__ for name, value in data.items()})
 
 # %% [markdown]
 # Return the overhead of splitting: the processor time of all ranks (the median of each, added up) over the
-# median of the plain kernel's; or the word "wrong" where the result was not right.
+# median of the plain kernel's, in one process, not split; or the word "wrong" where the result was not
+# right.
 
 
 # %% tags=["exercise"]
@@ -201,8 +214,9 @@ unit.check_ratio(overhead)
 # %% [markdown]
 # ## Play (5 min)
 #
-# The demo's results, drawn from their file. Measured, counted, modelled and quoted figures are never
-# mixed in one panel. Which of these can you trust to come out the same on your machine?
+# The results of `make demo`, drawn from their file: several schedules, on ranks of one machine. Measured,
+# counted, modelled and quoted (somebody else's) figures are never mixed in one panel. Which of these can
+# you trust to come out the same on your machine?
 
 # %%
 visualize.results(RESULTS / "demo.json")
@@ -214,7 +228,7 @@ visualize.results(RESULTS / "demo.json")
 # 2. A figure of `tasp.simulate`: "measured", "modelled" or "quoted"?
 # 3. A job on 2 nodes with 8 GPUs each: how many ranks?
 # 4. 1 kB over 10 us + bytes / (1 GB/s): mostly "latency" or "bandwidth"?
-# 5. A setting lacks: which exit code?
+# 5. A setting is missing: with which exit code does a job end?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

@@ -15,12 +15,14 @@ from tasp_course.unit_12 import HEADS, ROW
 # ## Picture and question (5 min)
 #
 # These are nodes whose topology texts are shipped. *Which of them is most like yours, and which plan would
-# you bet on?* The row to compute is the same everywhere: packed, causal, forward.
+# you bet on?* The row to compute is the same everywhere: packed, causal, forward. Two of them will not do
+# here: the emulated network of exercise 3 cannot build them.
 
 # %%
 print("tokens", sum(ROW), "in documents", ROW, HEADS)
 for name, text in unit.texts().items():
-    print(name.ljust(16), parse_topology(text).ranks, "ranks")
+    note = "" if name in unit.usable() else "(cannot be emulated)"
+    print(name.ljust(16), parse_topology(text).ranks, "ranks", note)
 
 # %%
 for line in unit.texts()["v100_cube"].splitlines()[:9]:
@@ -30,8 +32,13 @@ for line in unit.texts()["v100_cube"].splitlines()[:9]:
 # ## Exercise 1: bring a topology (10 min)
 #
 # Run `nvidia-smi topo -m` or `rocm-smi --showtopo` on a node of yours and paste what it prints between
-# triple quotes; or take one of `unit.texts()`. `tflops` is what the attention kernel reaches there, in
-# TFLOP/s at the head dim above: about a third to two thirds of the accelerator's bf16 peak.
+# triple quotes; or take one of the above, such as `unit.texts()["v100_cube"]`. `tflops` is what the
+# attention kernel reaches there, in TFLOP/s (1e12 flops a second) at the head dim above: about a third to
+# two thirds of the accelerator's bf16 peak. For comparison, the figures of two of the library's machines:
+
+# %%
+for name in ("mi300x", "h100"):
+    print(name, tasp.machine(name).tflops, "TFLOP/s")
 
 # %% tags=["exercise"]
 mine = {"text": ..., "tflops": ...}
@@ -44,7 +51,7 @@ unit.check_machine(mine)
 
 # %% [markdown]
 # What the text does not say are rates; the parser takes nominal ones. If you know better, or have run
-# `calibrate`, say so with `dataclasses.replace`.
+# `calibrate`, say so with `dataclasses.replace`. (Until the check above says `right`, this is `v100_cube`.)
 
 # %%
 machine = unit.machine_of(unit.given(mine))
@@ -53,9 +60,14 @@ visualize.topology(machine)
 # %% [markdown]
 # ## Exercise 2: a plan for it (12 min)
 #
-# Plan `ROW` for your machine. The check proves the plan, and compares its modelled time with the best of
-# the library's schedules and layouts; at most `unit.GOOD` times that is asked for. Guess first, then
-# simulate; think of the documents (work) and of the links (bytes).
+# Plan `ROW` for your machine, out of the schedules and layouts below. The check proves the plan, and
+# compares its modelled time with the best of them; at most `unit.GOOD` times that is asked for. Guess
+# first, then look at `tasp.simulate(plan, **HEADS)`; think of the documents (work) and of the links
+# (bytes).
+
+# %%
+print(unit.SCHEDULES, "with", unit.LAYOUTS)
+print("at most", unit.GOOD, "times the best")
 
 # %% tags=["exercise"]
 plan = ...  # tasp.plan(ROW, machine.ranks, schedule=..., layout=..., machine=machine)
@@ -78,7 +90,8 @@ visualize.compare([(name, tasp.simulate(p, **HEADS)) for name, p in plans])
 #
 # Linux can build your machine out of virtual wires with limited rates, all of them slowed down alike. Such
 # passes were run and recorded, for several machines. Predict them: `steps` is a list of steps, each a list
-# of messages (src, dst, bytes), none of which begins before the step before it is done. What is slowed
+# of messages (src, dst, bytes); a step begins when the one before is done. `machine.resources(src, dst)`
+# names all that a message passes, as in unit 7: what passes the same resource shares it. What is slowed
 # down are bytes, so latency hardly counts. Be within `unit.NEAR` of what was measured.
 
 
@@ -112,8 +125,10 @@ visualize.results(unit.RECORD)
 # ## Play (8 min)
 #
 # Rehearse your own plan: the row, shortened, on your machine, slowed down. Its result is first compared
-# with float64; then communication alone is timed. Where this system does not let us build networks (it
-# takes Linux, and root or user namespaces), a recorded case is shown instead, and says so.
+# with float64; then communication alone is timed, which takes up to half a minute. Where this system does
+# not let us build networks (it takes Linux, and root or user namespaces), a recorded case is shown
+# instead, and says so. A rehearsal far from the model is no fault of yours, but a finding: say what the
+# model does not know.
 
 # %%
 found = unit.rehearse(mine_or_ring, machine)
@@ -121,19 +136,22 @@ print(found)
 unit.held(found)
 
 # %% [markdown]
-# Slow one of your machine's links by hand (`machine.degraded({"link 0>1": 10})`), plan again, rehearse
-# again. Who notices?
+# Slow one of your machine's resources by hand (`slow = machine.degraded({"link 0>1": 10})`, in GB/s; names
+# as in `machine.resources(0, 1)`), plan again, rehearse again. Who notices?
 #
 # ## Exercise 4: defend it (10 min)
 #
 # Three figures that a reviewer would ask for, of your plan on your machine. `busiest` is the name of a
-# resource that is busy longest; `bounds` is communication over the cut bound; `hidden` is "yes" where the
-# whole takes no more than `unit.HIDDEN` times what computing takes alone.
+# resource that is busy longest: most bytes over its capacity; `bounds` is the time of communication alone
+# over the cut bound; `hidden` is "yes" where the whole takes no more than `unit.HIDDEN` times what
+# computing takes alone, else "no". `times` has `total_s`, `compute_s`, `comm_s`, `bound_s`, and
+# `link_bytes`, a dict from resources to bytes; `machine.capacity_gbps(name)` is a resource's capacity.
 
 # %%
 times = tasp.simulate(mine_or_ring, **HEADS)
 print(times)
 print(dict(list(times.link_bytes.items())[:4]), "bytes, and so on")
+print("hidden: at most", unit.HIDDEN, "times computing alone")
 
 # %% tags=["exercise"]
 defence = {"plan": ..., "busiest": ..., "bounds": ..., "hidden": ...}
@@ -162,7 +180,7 @@ unit.check_defence(defence)
 # 1. Does a topology text say how fast a link is, "yes" or "no"?
 # 2. Which function of `tasp_core` proves a plan, before there is a tensor?
 # 3. What does the emulated network slow down: "bytes", "latency" or "kernels"?
-# 4. A figure from a result file in the repository: "measured here" or "recorded"?
+# 4. A figure from a result file that came with this course: "measured here" or "recorded"?
 # 5. The whole takes 5 ms, computing alone 4 ms: which ratio is held against `unit.HIDDEN`?
 
 # %% tags=["exercise"]

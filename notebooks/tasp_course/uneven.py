@@ -66,9 +66,13 @@ def rates(machine: Machine) -> Rate:
 
 def _complaint(step: Sent, have: Have, rate: Rate) -> str:
     """What is wrong with a step, "" if nothing."""
-    links = [(src, dst) for src, dst, _ in step]
     if not step:
         return "an empty step, and some rank still lacks pieces"
+    for entry in step:
+        whole = isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[2], tuple)
+        if not whole:
+            return f"an entry is (src, dst, (owner, number)), got {entry}"
+    links = [(src, dst) for src, dst, _ in step]
     for (src, dst), (_, _, piece) in zip(links, step, strict=True):
         if (src, dst) not in rate:
             return f"there is no link {src}>{dst}"

@@ -84,8 +84,10 @@ def check_needed(answer: Callable[[list[int], list[np.ndarray]], Pairs]) -> None
         for lengths in (LENGTHS, (2000, 1000), (1500, 1500)):
             plan = direct(layout, lengths)
             tokens = [plan.tokens(r) for r in range(RANKS)]
-            got = set(answer(plan.docs.cu_seqlens.tolist(), tokens))
-            where = f"{layout}, documents {lengths}"
+            found = answer(plan.docs.cu_seqlens.tolist(), tokens)
+            pairs = all(isinstance(pair, tuple) for pair in found)
+            expect(pairs, "a set of pairs (owner, reader) is asked for, such as {(0, 1)}")
+            got, where = set(found), f"{layout}, documents {lengths}"
             expect(all(a != b for a, b in got), f"{where}: nobody sends keys to itself")
             lacking, more = sorted(needed(plan) - got), sorted(got - needed(plan))
             if lacking:
@@ -99,15 +101,26 @@ def check_needed(answer: Callable[[list[int], list[np.ndarray]], Pairs]) -> None
             expect(not more, f"{where}: {more[:1]} is not needed: {hint}")
 
 
+def _pieces(answer: Pieces) -> list[np.ndarray]:
+    expect(len(answer) == RANKS, f"a list of pieces for each of {RANKS} ranks")
+    for rank, some in enumerate(answer):
+        for piece in some:
+            whole = np.size(piece) == 3 and np.array_equal(piece, np.array(piece, dtype=np.int64))
+            hint = "a piece is three whole numbers (document, start, stop)"
+            expect(whole, f"rank {rank}: {hint}, got {piece}")
+    return [np.array(some, dtype=np.int64).reshape(-1, 3) for some in answer]
+
+
 @exercise
 def check_balance(answer: Callable[[list[int], int], Pieces]) -> None:
     """Pieces (document, start, stop) for every rank: each token once, work and tokens even."""
     for lengths in ROWS:
-        pieces = [np.array(p, dtype=np.int64).reshape(-1, 3) for p in answer(list(lengths), RANKS)]
-        expect(len(pieces) == RANKS, f"a list of pieces for each of {RANKS} ranks")
+        pieces = _pieces(answer(list(lengths), RANKS))
         held = np.zeros(sum(lengths), dtype=np.int64)
         begin = np.cumsum((0, *lengths))
         for doc, start, stop in np.concatenate(pieces).tolist():
+            there = 0 <= doc < len(lengths)
+            expect(there, f"{lengths}: no document {doc}, there are {len(lengths)}, from 0")
             fits = 0 <= start <= stop <= lengths[doc]
             expect(fits, f"document {doc} has {lengths[doc]} tokens, no piece {start}..{stop}")
             held[begin[doc] + start : begin[doc] + stop] += 1
@@ -145,7 +158,7 @@ def check_run(answer: Callable[..., tuple[Tensor, Tensor]]) -> None:
                 tuple(got.shape) == tuple(right.shape),
                 f"rank {rank}: {name} has shape {tuple(got.shape)}, not {tuple(right.shape)}",
             )
-            off = float((got.double() - right).abs().max())
+            off = float((got.detach().double() - right).abs().max())
             hint = "rows in plan.tokens(rank) order? and the gradient of this output?"
             expect(off < NEAR, f"rank {rank}: {name} is off by {off:.2g}: {hint}")
 

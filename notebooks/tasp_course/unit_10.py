@@ -40,8 +40,10 @@ def check_route(answer: Callable[[int, int], Route]) -> None:
             right = sorted(
                 zip(mine.step.tolist(), mine.src.tolist(), mine.dst.tolist(), strict=True)
             )
-            got = sorted(tuple(hop) for hop in answer(owner, n))
-            what = f"gradient of rank {owner}'s keys, {n} ranks"
+            found = list(answer(owner, n))
+            whole = all(isinstance(hop, tuple) and len(hop) == 3 for hop in found)
+            expect(whole, f"hops are (step, src, dst), such as (2, 1, 2), got {found[:1]}")
+            got, what = sorted(found), f"gradient of rank {owner}'s keys, {n} ranks"
             expect(len(got) == n - 1, f"{what}: {n - 1} hops, got {len(got)}")
             expect(
                 got[-1][2] == owner, f"{what}: the last hop must end at rank {owner}, got {got[-1]}"
@@ -92,14 +94,14 @@ def check_backward(answer: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None
             off = float((got - x[name][part]).abs().max())
             hint = "weights are exp(score - lse), with the final lse"
             if name == "dk":
-                hint = "ds = p * (dout @ v.T - D) * scale; D is the row sum of dout * out"
+                hint = "ds = p * (dout @ v.T - delta) * scale; delta is the row sum of dout * out"
             expect(
                 off < NEAR,
                 f"{name} of keys {part.start}..{part.stop - 1} is off by {off:.2g}; {hint}",
             )
         dq += found[0]
     off = float((dq - x["dq"]).abs().max())
-    expect(off < NEAR, f"dq added up over the tiles is off by {off:.2g}")
+    expect(off < NEAR, f"dq added up over the tiles is off by {off:.2g}; each tile's is ds @ k")
 
 
 def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from tasp_core.lab.wiring import emulated, wiring
 from tasp_core.parse_topology import parse_topology
 
 from .rehearsal import KV_BYTES, RECORD, TOPOLOGIES, Rehearsal, recorded, rehearse
-from .verdict import Verdict, exercise, expect, is_stub, recap
+from .verdict import Verdict, exercise, expect, recap
 
 __all__ = ["RECORD", "rehearse"]
 
@@ -23,6 +23,7 @@ HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 SCHEDULES = ("ring", "tasp", "wave", "all_gather", "sap")
 LAYOUTS = ("zigzag", "per_document", "balanced")
 GOOD, NEAR, HIDDEN = 1.2, 0.15, 1.05
+MINE = "mine"  # the name of the learner's machine
 SLOW_TFLOPS, FAST_TFLOPS = 1.0, 10_000.0
 
 Messages = list[tuple[int, int, int]]
@@ -39,12 +40,28 @@ def machine_of(mine: dict[str, Any]) -> Machine:
     Raises:
         TopologyError: a text that cannot be read.
     """
-    return replace(parse_topology(mine["text"], "mine"), tflops=float(mine["tflops"]))
+    return replace(parse_topology(mine["text"], MINE), tflops=float(mine["tflops"]))
+
+
+def _unfit(machine: Machine) -> str:
+    """Why the emulated network cannot build a machine, "" where it can."""
+    try:
+        wiring(emulated(machine, link_mbit=50.0))
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache
+def usable() -> tuple[str, ...]:
+    """Names of the shipped texts whose machines can be emulated."""
+    return tuple(name for name, text in texts().items() if not _unfit(parse_topology(text)))
 
 
 def given(mine: dict[str, Any]) -> dict[str, Any]:
-    """The learner's machine, or a shipped one where there is none yet."""
-    return {"text": texts()["v100_cube"], "tflops": 90} if is_stub(mine) else mine
+    """The learner's machine, or a shipped one where there is none yet, or none that will do."""
+    fits = check_machine(mine).state == "right"
+    return mine if fits else {"text": texts()["v100_cube"], "tflops": 90}
 
 
 @exercise
@@ -52,11 +69,17 @@ def check_machine(answer: dict[str, Any]) -> None:
     """A topology text that can be read, planned for and emulated, and a kernel rate in TFLOP/s."""
     for key in ("text", "tflops"):
         expect(key in answer, f"{key!r} is missing")
+    hint = f"texts that work: {', '.join(usable())}"
+    text = answer["text"]
+    known = f'; of a shipped one it is unit.texts()["{text}"]' if text in texts() else ""
+    expect(
+        isinstance(text, str) and "\n" in text, f"text is what the tool prints, many lines{known}"
+    )
     try:
-        machine = machine_of(answer)
-        wiring(emulated(machine, link_mbit=50.0))
+        unfit = _unfit(machine_of(answer))
     except TopologyError as error:
-        expect(False, f"{error}; texts that work: mi300x, a100_nv4, h100_nvswitch, v100_cube")
+        unfit = str(error)
+    expect(not unfit, f"{unfit}; {hint}")
     tflops = float(answer["tflops"])
     expect(
         SLOW_TFLOPS <= tflops <= FAST_TFLOPS,
@@ -77,13 +100,19 @@ def best(machine: Machine) -> float:
     return min(found)
 
 
+def _expect_mine(plan: Plan) -> None:
+    """Judge whether a plan is one of the row, on the learner's machine."""
+    expect(isinstance(plan, Plan), "a plan is asked for: tasp.plan(ROW, ...)")
+    right = plan.docs == Documents.of(ROW)
+    expect(right, f"the plan must be of the documents {ROW}, causal")
+    here = plan.machine.name.startswith(MINE) and plan.machine.tflops > 0
+    expect(here, f"this plan is on {plan.machine.name}; plan it on your machine: machine=machine")
+
+
 @exercise
 def check_plan(answer: Plan) -> None:
     """A proved plan of the row that is about as quick as the best of the library's."""
-    expect(isinstance(answer, Plan), "a plan is asked for: tasp.plan(ROW, ...)")
-    right = answer.docs == Documents.of(ROW)
-    expect(right, f"the plan must be of the documents {ROW}, causal")
-    expect(answer.machine.tflops > 0, "plan it on your machine: machine=unit.machine_of(mine)")
+    _expect_mine(answer)
     expect(answer.intra == 1, "without Ulysses, please: intra=1")
     try:
         tasp.check(answer)
@@ -121,7 +150,7 @@ def check_prediction(answer: Callable[[Machine, list[Messages]], float]) -> None
 
 
 def busiest(plan: Plan) -> dict[str, float]:
-    """Seconds for which each resource is busy in a forward pass, forward."""
+    """Seconds for which each resource is busy in a forward pass."""
     nbytes = tasp.simulate(plan, **HEADS).link_bytes
     return {name: b / plan.machine.capacity_gbps(name) / 1e9 for name, b in nbytes.items()}
 
@@ -130,7 +159,7 @@ def busiest(plan: Plan) -> dict[str, float]:
 def check_defence(answer: dict[str, Any]) -> None:
     """What a plan's figures say: the busiest resource, its distance to the bound, hidden or not."""
     plan = answer["plan"]
-    expect(isinstance(plan, Plan), '"plan" is the plan that you defend')
+    _expect_mine(plan)
     times, busy = tasp.simulate(plan, **HEADS), busiest(plan)
     name = str(answer["busiest"])
     expect(

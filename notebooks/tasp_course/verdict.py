@@ -82,6 +82,14 @@ def is_stub(answer: Any) -> bool:
     return answer is None or answer is ...
 
 
+def _lacking(found: Any) -> str:
+    """What to say of an unfinished result: nothing where there is a `...` to be replaced."""
+    if found is None:
+        return "your function returns nothing yet"
+    parts = found.values() if isinstance(found, dict) else [found] if found is ... else found
+    return "" if any(x is ... for x in parts) else "a part of what your function returns is None"
+
+
 def _guarded(answer: Any) -> Any:
     """A function that raises where the learner's returns a stub; other answers as they are."""
     if not callable(answer):
@@ -91,7 +99,7 @@ def _guarded(answer: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         found = answer(*args, **kwargs)
         if is_stub(found):
-            raise UnfinishedError("your function returns nothing yet" if found is None else "")
+            raise UnfinishedError(_lacking(found))
         return found
 
     return call

@@ -67,6 +67,18 @@ def _whole(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int]]]:
     return [[(d, 0, n) for d, n in enumerate(lengths) if d % ranks == r] for r in range(ranks)]
 
 
+def _halves_of_tokens(lengths: list[int], ranks: int) -> list[list[tuple[int, float, float]]]:
+    cut = [i / (2 * ranks) for i in range(2 * ranks + 1)]
+    return [
+        [
+            (d, n * cut[b], n * cut[b + 1])
+            for d, n in enumerate(lengths)
+            for b in (r, 2 * ranks - 1 - r)
+        ]
+        for r in range(ranks)
+    ]
+
+
 def _one_short(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int]]]:
     pieces = _runs(lengths, ranks)
     return [[(d, a, max(a, b - 1)) for d, a, b in p] for p in pieces]
@@ -101,12 +113,18 @@ WRONG = {
         "whoever is earlier in the row": _earlier,
         "readers and owners swapped": _swapped,
         "nobody": lambda cu, tokens: set(),
+        "lists": lambda cu, tokens: [[0, 1]],
     },
     "check_balance": {
         "equal runs of each document": _runs,
         "equal work, uneven tokens": _equal_work,
         "whole documents": _whole,
         "the last token of each piece lost": _one_short,
+        "halves of tokens": _halves_of_tokens,
+        "documents counted from 1": lambda lengths, ranks: [
+            [(d + 1, a, b) for d, a, b in some] for some in _runs(lengths, ranks)
+        ],
+        "tokens without their documents": lambda lengths, ranks: [[(0, 1)] for _ in range(ranks)],
     },
     "check_run": {
         "slices in row order": _in_row_order,

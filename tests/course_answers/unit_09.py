@@ -65,6 +65,8 @@ WRONG = {
         "what the other has already": _again,
         "a piece that the sender lacks": _what_it_lacks,
         "first pieces only": _gives_up,
+        "links without pieces": lambda rate, have: list(rate),
+        "lists for pieces": lambda rate, have: [(a, b, [a, 0]) for a, b in rate],
     },
     "check_patient": {
         "all links": _all_links,

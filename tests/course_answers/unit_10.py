@@ -39,10 +39,13 @@ WRONG = {
         "one step too late": lambda owner, n: _shifted(owner, n, 2),
         "against the ring": _backwards,
         "leaves the owner": _from_the_owner,
+        "words": lambda owner, n: [
+            f"t{s} {a}>{b} dkv{owner}.0" for s, a, b in _shifted(owner, n, 1)
+        ],
     },
     "check_backward": {
         "the tile's own lse": lambda *x: _tile(*x, own=True),
-        "without D": lambda *x: _tile(*x, row_sum=False),
+        "without delta": lambda *x: _tile(*x, row_sum=False),
         "without the scale": lambda *x: _tile(*x, scaled=False),
     },
     "check_error": {

@@ -52,15 +52,19 @@ WRONG = {
     "check_slowest": {
         "the mean of ranks": lambda by_rank: median(mean(p) for p in zip(*by_rank, strict=True)),
         "the largest of all": lambda by_rank: max(max(samples) for samples in by_rank),
+        "a number for each pass": lambda by_rank: [max(x) for x in zip(*by_rank, strict=True)],
         "the slowest rank's median": lambda by_rank: max(median(samples) for samples in by_rank),
     },
     "check_fit": {
         "plain least squares": _plain_fit,
-        "the smallest and the largest message": lambda n, s: (s[0], n[-1] / s[-1] / 1e10),
+        "the smallest and the largest message": lambda n, s: (s[0], n[-1] / s[-1] / 1e9),
         "GB/s for B/s": lambda n, s: (fitted(n, s)[0], fitted(n, s)[1] * 1e9),
     },
     "check_job": {
         "one GPU a node": {**JOB, "SBATCH_GPUS_PER_NODE": "1"},
+        "GPUs of a type that no cluster has": {**JOB, "SBATCH_GPUS_PER_NODE": "gpu:8"},
+        "a number": {**JOB, "SBATCH_GPUS_PER_NODE": 8},
+        "words": {**JOB, "SBATCH_GPUS_PER_NODE": "8 H100"},
         "no interface": {**JOB, "TASP_INTERFACE": ""},
         "arguments forgotten": {**JOB, "arguments": ""},
     },

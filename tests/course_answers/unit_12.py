@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tasp_core as tasp
 from tasp_core import Machine, Plan
-from tasp_course.unit_12 import HEADS, ROW, Messages, busiest, machine_of, texts
+from tasp_course.unit_12 import HEADS, HIDDEN, ROW, Messages, busiest, machine_of, texts
 
 MI300X = {"text": texts()["mi300x"], "tflops": 450}
 ON = machine_of(MI300X)
@@ -39,21 +41,26 @@ def _all_bytes(machine: Machine, steps: list[Messages]) -> float:
     return sum(sum(_busy(machine, some).values()) for some in steps)
 
 
-GOOD = _plan("tasp", "per_document")
-TIMES = tasp.simulate(GOOD, **HEADS)
-DEFENCE = {
-    "plan": GOOD,
-    "busiest": max(busiest(GOOD), key=busiest(GOOD).__getitem__),
-    "bounds": TIMES.comm_s / (TIMES.bound_s or 1),
-    "hidden": "yes",
-}
+def _defence(plan: Plan) -> dict[str, Any]:
+    times, busy = tasp.simulate(plan, **HEADS), busiest(plan)
+    return {
+        "plan": plan,
+        "busiest": max(busy, key=busy.__getitem__),
+        "bounds": times.comm_s / (times.bound_s or 1),
+        "hidden": "yes" if times.total_s <= HIDDEN * times.compute_s else "no",
+    }
+
+
+DEFENCE = _defence(_plan("tasp", "per_document"))
 
 WRONG = {
     "check_machine": {
-        "no table": {"text": "GPU topology of our cluster", "tflops": 450},
+        "no table": {"text": "GPU topology\nof our cluster", "tflops": 450},
         "flops, not teraflops": {**MI300X, "tflops": 450e12},
         "one GPU": {"text": texts()["one_gpu"], "tflops": 450},
         "no kernel rate": {"text": texts()["mi300x"]},
+        "the name of a text": {**MI300X, "text": "mi300x"},
+        "ways that share parts": {**MI300X, "text": texts()["a100_pcie"]},
     },
     "check_plan": {
         "contiguous": _plan("ring", "contiguous"),
@@ -61,10 +68,14 @@ WRONG = {
         "another row": _plan("tasp", "per_document", (65536,)),
         "a lost hop": _lost_hop(),
         "a name": "tasp",
+        "on another machine": tasp.plan(
+            ROW, 8, schedule="tasp", layout="per_document", machine="mi300x"
+        ),
     },
     "check_prediction": {
         "the first step": _one_step,
         "all resources one after the other": _all_bytes,
+        "each message alone": _alone,
         "half": lambda machine, steps: _alone(machine, steps) / 2,
         "a constant": lambda machine, steps: 0.9,
     },
@@ -72,6 +83,7 @@ WRONG = {
         "no such resource": {**DEFENCE, "busiest": "the network"},
         "the bound itself": {**DEFENCE, "bounds": 1.0},
         "not hidden": {**DEFENCE, "hidden": "no"},
+        "of another row": _defence(_plan("tasp", "per_document", (65536,))),
     },
     "check_recap": {
         "yes": ["yes", "check", "bytes", "recorded", 1.25],
