@@ -48,6 +48,8 @@ cpus=${SLURM_CPUS_ON_NODE:-1}
 if [[ $TASP_DEVICE == cpu ]]; then per_node=$cpus; else per_node=$gpus; fi
 [[ -n $per_node ]] ||
     die "no $TASP_DEVICE device in this job: set SBATCH_GPUS_PER_NODE in slurm/site.sh and source it before sbatch"
+[[ $per_node =~ ^[0-9]+$ ]] ||
+    die "a node's devices are '$per_node', which is no number: SBATCH_GPUS_PER_NODE in slurm/site.sh is like 8 or h100:8"
 [[ $nodes == 1 || -n $TASP_INTERFACE ]] ||
     die "TASP_INTERFACE is not set, and $nodes nodes need one to talk: edit slurm/site.sh"
 address=${TASP_RENDEZVOUS//%n/${SLURMD_NODENAME:-node0}} # a batch script runs on node 0

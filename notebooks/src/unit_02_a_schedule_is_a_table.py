@@ -139,7 +139,7 @@ unit.check_quick(quick)
 #
 # Choose another schedule, more ranks, and step through it: `ring`, `all_gather`, `wave` and `tasp` first.
 # Which ones forward? Which ones use all links in every step? (Some schedules need certain numbers of
-# ranks or several nodes; the message says which. Nodes are in unit 5, tiles in unit 4.)
+# ranks or several nodes; the message says which. Nodes are in unit 5.)
 
 # %%
 from visualize.widgets import explore_schedule
