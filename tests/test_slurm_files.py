@@ -142,7 +142,10 @@ def test_a_sweep_runs_every_case_once():
         (SITE | {"TASP_INTERFACE": ""}, "TASP_INTERFACE is not set, and 2 nodes need one"),
         (SITE | {"SBATCH_GPUS_PER_NODE": ""}, "no cuda device in this job"),
         (SITE | IN_A_JOB | {"SLURM_GPUS_ON_NODE": ""}, "no cuda device in this job"),
-        (SITE | {"SBATCH_GPUS_PER_NODE": "8 H100"}, "a node's devices are '8 H100', which is no number"),
+        (
+            SITE | {"SBATCH_GPUS_PER_NODE": "8 H100"},
+            "a node's devices are '8 H100', which is no number",
+        ),
     ],
 )
 def test_a_missing_setting_is_one_line(settings, message):
