@@ -192,7 +192,7 @@ class _Lowering:
         return self._pieces(unit, row, row).keys
 
     def _groups(self, step: int) -> Iterator[Group]:
-        """Own queries with what has just arrived (own keys at step 0), then guests."""
+        """Own queries with what has just arrived (own keys when it is their turn), then guests."""
         keys = self.arrivals.during(step - 1).unit if step else self._own_units()
         given = self.given
         if len(given.step):

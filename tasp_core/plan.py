@@ -96,6 +96,10 @@ class Plan:
         """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
+        if old.uneven and shares != old.num_shares:
+            raise PlanError(
+                "num_shares cannot change: this schedule's shares have sizes of their own"
+            )
         like = old.like if isinstance(old, Table) else old if old.uneven else None
         table = Table(
             self.layout.ranks, old.node_size, old.exchange, tuple(words),

@@ -149,7 +149,7 @@ def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
     return {row.name: row.total_s / good[0].total_s - 1 for row in good}
 
 
-@lru_cache(maxsize=128)  # rows of half, double and fourfold length are asked for again
+@lru_cache(maxsize=128)  # of a row, and of it as half, double and four times as long
 def _judged(
     docs: Documents, machine: Machine, given: tuple[tuple[str, Any], ...], schedule: str, layout: str,
     intra: int | None, backward: bool, most: float,

@@ -1,6 +1,6 @@
 """Work: the visible pairs each rank computes in each step, and what it needs from whom.
 
-Compute step t takes the shares that arrived in communication step t - 1; own keys are step 0.
+Compute step t takes the shares that arrived in communication step t - 1; own keys are step 0, or later.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ def test_sap_on_rows_that_broke_others(name):
         ]
         judge = Judge(inputs, docs)
         first = tasp.launch(results, ranks, plans, inputs)
-        again = first if window else tasp.launch(results, ranks, plans, inputs)
+        again = None if window else tasp.launch(results, ranks, plans, inputs)
         for i, p in enumerate(plans):
             tasp.check(p)
             errors = judge.errors([pieces[i] for pieces in first], p)
             assert errors.ok, (str(p), errors)
-            for a, b in zip(first, again, strict=True):  # L2: the same bits
+            for a, b in zip(first, again or (), strict=bool(again)):  # L2: the same bits
                 assert all((x == y).all() for x, y in zip(a[i], b[i], strict=True))
 
 

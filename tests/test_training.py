@@ -199,7 +199,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
     elif harm == "note":
         note.write_text(note.read_text()[:50])
     elif harm == "schema":
-        note.write_text(note.read_text().replace('"schema": 2', '"schema": 99'))
+        note.write_text(
+            note.read_text().replace('"schema": 2', '"schema": 99').replace('"files"', '"sizes"')
+        )
     elif harm == "size":
         options["size"] = "15m"
     elif harm == "data":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
+from tasp_core import ulysses
 from tasp_core.heads import split_heads
 from tasp_core.lab.measure import Inputs, Judge, run_rank
 
@@ -105,3 +106,16 @@ def test_batches_equal_rows_one_by_one():
         return float((tasp.attention(*batch, p, group) - one_by_one).abs().max())
 
     assert max(tasp.launch(attend, 4)) < 1e-6
+
+
+def test_a_member_that_fails_is_missed_by_its_mates():
+    def broken(*args):
+        raise OSError("the network card is on fire")
+
+    def work(rank, group):
+        ulysses.post = broken if rank == 1 else ulysses.post
+        return run_rank(rank, group, tasp.plan([90], 2, intra=2), Inputs.random(90, 4, 2, 8))
+
+    with pytest.raises(tasp.RankError, match="the network card is on fire") as caught:
+        tasp.launch(work, 2)
+    assert "heads and tokens of ranks 0 to 1 were not exchanged" in caught.value.errors[0]

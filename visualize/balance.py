@@ -102,7 +102,7 @@ def _legend() -> Drawing:
     """What shades and the dashed line mean."""
     mean = [line(9j, 36 + 9j, stroke=ACCENT, width=1.5, dash=DASH)]
     mean.append(text(44 + 9j, "mean of all ranks", size=13, anchor="start"))
-    return beside([scale("step:", "first (own keys)", "last"), Drawing(170, 20, mean)], gap=40)
+    return beside([scale("step:", "first", "last"), Drawing(170, 20, mean)], gap=40)
 
 
 def balance(plans: Plans) -> Figure:

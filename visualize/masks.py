@@ -195,7 +195,8 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []
     note = f"Rank {rank} computes a pair once query and key are there. The strips show who holds which "
     note += "tokens. Paler: part of the cell is not visible, or not this rank's."
-    mixed = alternating(when) & own.any(axis=2)
+    many = (own[..., :-1] > 0).sum(axis=2) > 3 if by_pairs(plan) else alternating(when)
+    mixed = many & own.any(axis=2)
     note += " Dark grey: several steps." * bool(mixed.any())
     return View(
         np.concatenate([own, rest], axis=2), mixed,

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,12 @@ def save(
     writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
     dcp.save(_tensors(model, optimizer), storage_writer=writer)
     dist.barrier()
-    sizes = {p.name: p.stat().st_size for p in part.iterdir()}
-    sha256 = _digests(part, sorted(sizes))
+    sizes = {p.name: p.stat().st_size for p in part.iterdir()} if first else {}
+    digests = _digests(part, sizes)
     if first:
-        files = {"sizes": sizes, "sha256": sha256}
+        files = {name: [sizes[name], digests[name]] for name in sizes}
         with open(part / NOTE, "w") as file:
-            json.dump({"schema": SCHEMA, "step": step, **files, **note}, file, indent=1)
+            json.dump({"schema": SCHEMA, "step": step, "files": files, **note}, file, indent=1)
             os.fsync(file.fileno())
         _sync(part)
         part.rename(final)
@@ -74,12 +75,20 @@ def save(
     return final
 
 
-def _digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """SHA-256 of files, the same on all ranks of the default group, each of which reads its part."""
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of the files that rank 0 names, on all ranks of the default group: each reads its part.
+
+    What a rank cannot read has the error's text for a digest.
+    """
+    told = [sorted(names)]
+    dist.broadcast_object_list(told)
     mine = {}
-    for name in names[dist.get_rank() :: dist.get_world_size()]:
-        with open(folder / name, "rb") as file:
-            mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for name in told[0][dist.get_rank() :: dist.get_world_size()]:
+        try:
+            with open(folder / name, "rb") as file:
+                mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            mine[name] = str(error)
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {name: digest for part in parts for name, digest in part.items()}
@@ -107,17 +116,21 @@ def read_note(path: Path) -> dict[str, Any]:
     """
     try:
         note = json.loads((path / NOTE).read_text())
-        found = {name: (path / name).stat().st_size for name in (*note["sizes"], *note["sha256"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"checkpoint {path} is torn or none: {error}; {_ADVICE}") from None
-    if note.get("schema") != SCHEMA:
-        raise PlanError(
-            f"checkpoint {path} has schema {note.get('schema')!r}, this version reads {SCHEMA}"
-        )
-    for name, size in note["sizes"].items():
-        if found[name] != size:
+        if note.get("schema") != SCHEMA:
             raise PlanError(
-                f"checkpoint {path} is torn: {name} has {found[name]} of {size} bytes; {_ADVICE}"
+                f"checkpoint {path} has schema {note.get('schema')!r}, this version reads {SCHEMA}"
+            )
+        files = {
+            name: (size, (path / name).stat().st_size) for name, (size, _) in note["files"].items()
+        }
+    except PlanError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"checkpoint {path} is torn or none: {error}; {_ADVICE}") from None
+    for name, (size, found) in files.items():
+        if found != size:
+            raise PlanError(
+                f"checkpoint {path} is torn: {name} has {found} of {size} bytes; {_ADVICE}"
             )
     return note
 
@@ -132,8 +145,8 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         PlanError: a torn or damaged checkpoint, or one of a model with other tensors.
     """
     note = read_note(path)
-    found = _digests(path, sorted(note["sha256"]))
-    if bad := [name for name, digest in note["sha256"].items() if found[name] != digest]:
+    found = _digests(path, note["files"])
+    if bad := [name for name, (_, digest) in note["files"].items() if found[name] != digest]:
         raise PlanError(
             f"checkpoint {path} is damaged: {bad[0]} is not what was written; {_ADVICE}"
         )

@@ -4,7 +4,8 @@ Where several ranks share a few cores, their kernels and their messages contend 
 rank with a GPU knows. A `Device` does each call with the CPU's kernel the first time it is asked for
 it, remembers the result, and from then on gives it back after the time its rate says. So what is
 first held against the oracle is computed and sent for real, and what is timed then has real messages
-and real merges, and computation that lasts as long as asked for.
+and real merges, and computation that lasts as long as asked for. A call is known by itself: give all
+passes of one plan the same tensors.
 """
 
 from __future__ import annotations

@@ -243,7 +243,9 @@ class Table(Schedule):
         return self.like.meets if self.like else NO_MEETS
 
     def own_steps(self, rank: int) -> np.ndarray:
-        return self.like.own_steps(rank) if self.like else super().own_steps(rank)
+        if self.like is None or self.like.num_shares != self.shares:
+            return super().own_steps(rank)
+        return np.minimum(self.like.own_steps(rank), self.num_steps())  # the table may be shorter
 
     def _rows(self, kinds: tuple[int, ...], rank: int | None) -> Hops:
         table = Hops.parse(self.words)

@@ -3,7 +3,8 @@
 Where few ranks have documents in common, few links of a full mesh are busy. Each transfer takes the
 way and the step that leave the busiest (link, step) least busy: straight from the owner, from a rank
 that has just received the share for itself, or from a third rank that gets it for this in the step
-before. A rank passes on only what came in the step before, so that two steps' arrivals are all it holds.
+before. A rank passes on only what came from the owner in the step before: two steps' arrivals are all the
+keys it holds, and gradients go home by two arcs at most, which takes four steps.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class _Plan:
         self.ranks, self.budget = ranks, budget
         self.load = np.zeros((steps, ranks, ranks), dtype=np.int64)
         self.taken = np.zeros((steps, ranks), dtype=np.int64)
-        self.came: dict[int, dict[int, int]] = {}  # by share: the step it came to a rank
+        # by share: the step in which it came to a rank, and whether from its owner
+        self.came: dict[int, dict[int, tuple[int, bool]]] = {}
         self.moves: list[tuple[int, int, int, int]] = []
 
     def add(self, share: int, owner: int, dst: int, size: int) -> None:
@@ -64,26 +66,28 @@ class _Plan:
             )
             cost = self._costs(owner, dst, size, came)
         t, via = np.unravel_index(int(cost.argmin()), cost.shape)
-        if via != owner and came.get(int(via)) != t - 1:
-            self._move(int(t) - 1, owner, int(via), share, size)
-        self._move(int(t), int(via), dst, share, size)
+        if via != owner and int(via) not in came:
+            self._move(int(t) - 1, owner, int(via), share, size, True)
+        self._move(int(t), int(via), dst, share, size, via == owner)
 
-    def _costs(self, owner: int, dst: int, size: int, came: dict[int, int]) -> np.ndarray:
+    def _costs(
+        self, owner: int, dst: int, size: int, came: dict[int, tuple[int, bool]]
+    ) -> np.ndarray:
         """By (step of arrival, rank it comes from): load of the busiest link used, infinite if full."""
         full = self.taken >= self.budget
         last = np.where(full[:, dst, None], np.inf, self.load[:, :, dst] + size + 0.0)
         first = np.full_like(last, np.inf)  # from the owner to a third rank, one step before
         first[1:] = np.where(full[:-1], np.inf, self.load[:-1, owner] + 1.5 * size)
-        for rank, step in came.items():
+        for rank, (step, direct) in came.items():
             first[:, rank] = np.inf
-            if step + 1 < len(first):
+            if direct and step + 1 < len(first):
                 first[step + 1, rank] = 0.0
         first[:, owner] = 0.0
         last[:, dst] = np.inf
         return np.maximum(first, last)
 
-    def _move(self, step: int, src: int, dst: int, share: int, size: int) -> None:
+    def _move(self, step: int, src: int, dst: int, share: int, size: int, direct: bool) -> None:
         self.moves.append((step, src, dst, share))
         self.load[step, src, dst] += size
         self.taken[step, dst] += size
-        self.came[share][dst] = step
+        self.came[share][dst] = step, direct

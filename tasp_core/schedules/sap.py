@@ -59,9 +59,8 @@ class Sap(Routed):
 
     buffer_tokens: int = 0  # a step's arrivals; 0: the largest rank's tokens
     move_q: bool = False
-    relay: int = (
-        0  # steps over which shares are spread, straight or by way of a third rank; 0: straight
-    )
+    # steps over which shares are spread, straight or by way of a third rank; 0: straight
+    relay: int = 0
 
     name = "sap"
 
@@ -162,7 +161,8 @@ class Sap(Routed):
     def _relayed(self, dst: np.ndarray, share: np.ndarray) -> Hops:
         shares = self._wants.shares
         order = np.lexsort((dst, share))
-        budget = max(1, self._budget - self._budget // SPLIT)
+        # a gradient on its way by a third rank stays there for four steps, keys stay for two
+        budget = max(1, 3 * (self._budget - self._budget // SPLIT) // 5)
         found = spread(
             dst[order], share[order], shares.owner, shares.size, self.ranks, budget, self.relay
         )
@@ -195,6 +195,7 @@ class Sap(Routed):
             for i in np.argsort(-area, kind="stable").tolist():  # the largest first
                 step[shares.number[mine[i]]] = least = int(work.argmin())
                 work[least] += area[i]
+            step.setflags(write=False)
         return result
 
     @staticmethod
