@@ -11,8 +11,11 @@ not be used once CUDA is initialised in the parent; on clusters use torchrun ins
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
@@ -22,10 +25,12 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection, get_context
+from pathlib import Path
 from typing import Any
 
 from .errors import PlanError
 
+STACKS_S = 0.2
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to say why they stopped
 
 
@@ -48,7 +53,12 @@ def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, 
     import torch
     import torch.distributed as dist
 
+    # what the parent has dropped must not be collected here: a process group would wait for its threads,
+    # which a fork does not copy
+    gc.freeze()
     torch.set_num_threads(1)  # a forked OpenMP pool can hang
+    stacks = open(f"{path}.{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR2, stacks)
     if name := _loopback():
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
@@ -114,13 +124,27 @@ def launch(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, timeout_s)
+            return _collect(pipes, timeout_s, lambda r: _stacks(processes[r].pid, f"{path}.{r}"))
         finally:
             _end(processes)
 
 
-def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
-    """Results by rank; once a rank fails, the others get a few seconds to report as well."""
+def _stacks(pid: int | None, path: str) -> str:
+    """Where a process's threads are, in their own words."""
+    with suppress(OSError):
+        if pid:
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(STACKS_S)
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _collect(pipes: list[Any], timeout_s: float, stacks: Callable[[int], str]) -> list[Any]:
+    """Results by rank; once a rank fails, the others get a few seconds to report as well.
+
+    Args:
+        stacks: where a rank that hangs is, as text.
+    """
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     first: tuple[int, BaseException | None] | None = None
@@ -142,9 +166,9 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 first = rank, cause
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     for rank in open_pipes.values():
-        errors[rank] = (
-            "still running when it was ended" if first else f"hung: no result in {timeout_s} s"
-        )
+        errors[rank] = "still running when it was ended"
+        if not first:
+            errors[rank] = f"hung: no result in {timeout_s} s\n{stacks(rank)}"
     if errors:
         rank, cause = first or (min(errors), None)
         raise RankError(errors, rank, cause) from cause

@@ -261,6 +261,7 @@ def test_a_rank_that_hangs_is_named_after_the_time_out():
         tasp.launch(work, 3, timeout_s=2)
     assert 1.9 < time.monotonic() - start < 10
     assert list(caught.value.errors) == [1]  # the others had answered
+    assert " in work\n" in caught.value.errors[1]  # where it stood
 
 
 def test_a_rank_that_hangs_inside_attention_is_named_too():

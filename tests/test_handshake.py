@@ -1,6 +1,9 @@
-"""Ranks compare what they are about to do while the first step is under way already."""
+"""Ranks: what they compare before a step, and what they must not touch of their parent."""
 
 from __future__ import annotations
+
+import gc
+import os
 
 import pytest
 import torch
@@ -98,3 +101,22 @@ def test_what_a_handshake_costs_in_messages():
         return len(calls)
 
     assert tasp.launch(counted, 4) == [0] * 4
+
+
+def test_a_rank_does_not_collect_what_its_parent_left():
+    """A process group among it would wait for threads that the fork has not copied."""
+    parent = os.getpid()
+
+    class Left:
+        def __del__(self):
+            if os.getpid() != parent:
+                os._exit(3)
+
+    gc.disable()
+    try:
+        left = Left()
+        left.itself = left
+        del left
+        assert tasp.launch(lambda rank, group: gc.collect() >= 0, 1, timeout_s=30.0) == [True]
+    finally:
+        gc.enable()
