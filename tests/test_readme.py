@@ -89,6 +89,9 @@ def test_the_packed_rows_are_the_result_file():
     assert f"{result['run']['cpu_over_plain']:.2f} x the CPU time" in " ".join(README.split())
     for ratio in result["run"]["speed_up_over"].values():
         assert f"{ratio:.2f} x" in README
+    devices = ", ".join(f"{x:.2f}" for x in result["devices"]["speed_up_over"].values())
+    assert f"On a device a rank (below): {devices} x." in README
+    assert f"{result['run']['cpu_over_plain']:.2f} x the CPU time of the plain kernel" in README
     for row in result["planned"]:
         if row["layout"] == "balanced" and row["ranks"] in (8, 64):
             start = f"    {row['distribution']:<16} {row['ranks']:>3} "
