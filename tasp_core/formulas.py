@@ -26,6 +26,7 @@ from .schedules import DKV, KV, Q
 from .schedules.helper import Mesh, RankPairs, TokenRing
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FORWARD, BACKWARD = 4, 10  # operations a pass for each visible pair, query head and dim
 
 
 class RowBytes(NamedTuple):

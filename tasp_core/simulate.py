@@ -24,6 +24,7 @@ import numpy as np
 from .bound import cut_bound, needed_bound
 from .collectives import gathered, sum_bytes, ulysses
 from .errors import PlanError
+from .formulas import BACKWARD, FORWARD
 from .hardware import Machine
 from .plan import Plan
 from .program import SMALL_BYTES
@@ -150,7 +151,7 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
     tflops = (machine.backward_tflops if backward else 0) or machine.tflops
     if not tflops:
         return np.zeros(work.pairs.shape)
-    result = work.pairs * (heads * (10 if backward else 4) / (tflops * 1e12))
+    result = work.pairs * (heads * (BACKWARD if backward else FORWARD) / (tflops * 1e12))
     result += work.calls * machine.kernel_s
     if machine.memory_gbps:  # queries are read, a part is written; from step 1 on it is merged
         row = np.full(work.rows.shape[1], 3 * sizes.item + 2 * sizes.wide)

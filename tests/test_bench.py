@@ -13,10 +13,11 @@ import torch.distributed as dist
 import tasp_core as tasp
 from tasp_core import transport
 from tasp_core.errors import PlanError
+from tasp_core.formulas import FORWARD
 from tasp_core.lab import attention_bench
 from tasp_core.lab.attention_bench import Config, remote_unused, sampled_gap, too_fast
 from tasp_core.lab.collect import collect, write_csv
-from tasp_core.lab.devices import CALL_S, FORWARD, Device
+from tasp_core.lab.devices import CALL_S, Device
 from tasp_core.lab.fabric_cases import cases
 from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
 from tasp_core.lab.measure import Inputs, Judge, run_rank

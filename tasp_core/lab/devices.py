@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formulas import BACKWARD, FORWARD
 from ..kernels import Kernel, Triple, resolve
 from ..program import Call
 
 CORE_TFLOPS = 0.04  # float32, what one core of a laptop does
 CALL_S = 1e-4  # a call's own time: launches and tails
-FORWARD, BACKWARD = 4, 10  # operations for each visible pair, head and dim
 
 
 class Device(Kernel):

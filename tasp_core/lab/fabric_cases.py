@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..documents import Documents
+from ..formulas import FORWARD
 from ..plan import Plan, plan
 from ..topology import Machine, machine
-from .devices import CALL_S, CORE_TFLOPS, FORWARD
+from .devices import CALL_S, CORE_TFLOPS
 from .lengths import row_lengths
 from .passes import MODES, Mode
 from .wiring import emulated
@@ -110,7 +111,7 @@ def cases(*, quick: bool = False) -> list[Case]:
     mesh = [
         Case("mesh", "mesh8", mbit, (2240,), methods, causal, heads * (1 + causal), repeats=reps)
         for causal, methods in masks
-        for mbit, heads, reps in ((20.0, 4, 3), (50.0, 4, 5), (50.0, 16, 5))
+        for mbit, heads, reps in ((20.0, 4, 3), (20.0, 16, 3), (50.0, 4, 5), (50.0, 16, 5))
     ]
     devices = [
         Case("devices", "mesh8", mbit, (2240,), methods, causal, 4, repeats=reps).with_ccr(ccr)
@@ -129,5 +130,5 @@ def cases(*, quick: bool = False) -> list[Case]:
     nodes = Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, 16, 16, repeats=5)
     own = [replace(case, tflops=CORE_TFLOPS) for case in (packed, nodes)]
     if quick:
-        return [mesh[1], devices[3], talk[0], replace(own[1], lengths=(512,), repeats=2)]
+        return [mesh[2], devices[3], talk[0], replace(own[1], lengths=(512,), repeats=2)]
     return [*mesh, *devices, *talk, packed, nodes, *own]

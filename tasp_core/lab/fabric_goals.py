@@ -86,7 +86,7 @@ def _mesh(mesh: list[Row], where: str) -> Iterable[Goal]:
             text = f"{label} end to end, {mbit:g} Mbit/s, {where}"
             if mbit == 20.0:
                 yield Goal(f"{text}, least CCR", 6.3, min(gains)[1])
-            parts = [g / min(7, 1 / x) for x, g in gains if 0.045 <= x <= 1.05]
+            parts = [g / min(7, 1 / x) for x, g in gains if 0.05 <= x <= 1.0]
             if parts:
                 yield Goal(f"{text}, of min(7, 1/CCR), CCR 0.05 to 1", share, min(parts))
 
