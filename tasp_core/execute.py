@@ -72,6 +72,7 @@ class Context:
         return kv
 
     def post(self, program: Program, t: int, step: Step, buffers: Buffers) -> Wait:
+        self.kernel.finish()
         if self.exchange is None:
             return lambda: None
         if program.collective and t == 0:
@@ -171,6 +172,7 @@ def run_forward(
         for s, d, n in zip(*(c.tolist() for c in step.merge), strict=True):
             found = answers[s : s + n]
             merge_(out[d : d + n], lse[d : d + n], found[..., :-1], found[..., -1])
+    ctx.kernel.finish()
     return out[:own], lse[:own].to(out.dtype)
 
 
@@ -228,6 +230,7 @@ def run_backward(
         wait()
         _add_in_turn(grad, buffers["landing"], step.add)
         _add_in_turn(dq, buffers["answers"], step.merge)
+    ctx.kernel.finish()
     return dq[:own], grad[:own, :, :dim], grad[:own, :, dim:]
 
 

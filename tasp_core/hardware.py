@@ -23,8 +23,7 @@ from .errors import TopologyError
 
 SCHEMA = 1
 RATES = ("link_gbps", "port_gbps", "nic_gbps", "host_gbps", "latency_s", "message_s", "tflops",
-         "backward_tflops", "kernel_s", "memory_gbps")  # fmt: skip
-GATHERS = ("ring", "direct")
+         "backward_tflops", "kernel_s", "memory_gbps", "message_cpu_s", "copy_gbps")  # fmt: skip
 
 
 class Bus(NamedTuple):
@@ -41,24 +40,24 @@ class Machine:
     """Ranks and capacities, in GB/s (1e9 bytes a second) for each direction.
 
     Attributes:
-        name: what to call it.
+        name, source: what to call it, and where the figures come from.
         node_size: ranks a node, m; of unequal nodes a number that divides each.
         num_nodes: nodes of `node_size` ranks, u.
         link_gbps: capacity of each ordered pair inside a node (full mesh); 0: no such links.
         port_gbps: capacity of each rank's in- and out-port inside a node; 0: not limited by ports.
         nic_gbps: capacity of each rank's (or each shared) way out of, and into, its node.
         latency_s: time a step costs besides its bytes.
-        source: where the figures come from.
         host_gbps: capacity of each rank's way to its host, in and out; 0: not limited, no such way.
         nics: NICs a node, each shared by consecutive ranks and named by the first; 0: one a rank.
         nodes: how many runs of node_size ranks make each node, e.g. (2, 1); (): one each.
         buses: `Bus` rows: limits of the ways through hosts that several ranks share.
         overrides: (resource, GB/s) where it differs; 0: dead. A mapping is taken too.
-        message_s: time each message costs the rank that posts it, besides latency.
+        message_s, kernel_s: time each message costs the rank that posts it, and each kernel call.
         tflops, backward_tflops: attention kernel rates (0: no time; backward 0: as forward).
-        kernel_s: time each kernel call costs besides.
         memory_gbps: rate at which query and output rows are read, merged and written; 0: no time.
         all_gather: how the library's all-gather runs: one "ring" in rank order (Gloo), or "direct".
+        message_cpu_s, copy_gbps: what a message and its bytes cost, at either end, of the processor
+            that computes, too; 0: nothing, as on GPUs.
     """
 
     name: str
@@ -80,6 +79,8 @@ class Machine:
     kernel_s: float = 0.0
     memory_gbps: float = 0.0
     all_gather: str = "ring"
+    message_cpu_s: float = 0.0
+    copy_gbps: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("node_size", "num_nodes"):
@@ -87,8 +88,8 @@ class Machine:
         self._whole("nics", self.nics, 0)
         for key in RATES:
             self._rate(key, getattr(self, key))
-        if self.all_gather not in GATHERS:
-            raise self._error(f"all_gather must be one of {GATHERS}, got {self.all_gather!r}")
+        if self.all_gather not in (gathers := ("ring", "direct")):
+            raise self._error(f"all_gather must be one of {gathers}, got {self.all_gather!r}")
         self._read_tables()
         inside = self.link_gbps or self.port_gbps or self.host_gbps or self.overrides
         if self.node_size > 1 and not inside:
@@ -269,13 +270,12 @@ class Machine:
         >>> machine("h100x2").degraded({"nic_out 3": 0}).resources(3, 8)     # by a mate's NIC
         ('port_out 3', 'port_in 4', 'nic_out 4', 'nic_in 8')
         """
-        name = name or f"{self.name} degraded"
-        return replace(self, name=name, overrides=tuple({**self._changed, **overrides}.items()))
+        changed = tuple({**self._changed, **overrides}.items())
+        return replace(self, name=name or f"{self.name} degraded", overrides=changed)
 
     def to_json(self) -> str:
         """JSON text that `machine(path)` and `Machine.from_json` read back."""
-        data = {**asdict(self), "overrides": self._changed}
-        return json.dumps({"schema": SCHEMA, **data}, indent=1)
+        return json.dumps({"schema": SCHEMA, **asdict(self), "overrides": self._changed}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Machine:

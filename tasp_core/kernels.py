@@ -58,6 +58,9 @@ class Kernel(ABC):
     ) -> Triple:  # fmt: skip
         """dq of the call's query rows, dk and dv of its key rows, sequence after sequence."""
 
+    def finish(self) -> None:  # noqa: B027 (most are done when they return)
+        """Wait for what is begun, before results leave the rank or the pass; streams wait by themselves."""
+
 
 class Math(Kernel):
     """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time.
@@ -65,8 +68,7 @@ class Math(Kernel):
     With a `window`, sequences are whole documents, of which a row sees so many tokens only.
     """
 
-    name = "math"
-    rows = 512
+    name, rows = "math", 512
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
@@ -233,9 +235,7 @@ def resolve(name: str | Kernel, device_type: str, dtype: torch.dtype) -> Kernel:
         PlanError: an unknown name, or a kernel that cannot serve the device or dtype.
     """
     if device_type not in ("cpu", "cuda"):
-        raise PlanError(
-            f"tensors must be on a CPU or a CUDA or ROCm GPU, got device {device_type!r}"
-        )
+        raise PlanError(f"tensors must be on a CPU or a GPU (CUDA, ROCm), got {device_type!r}")
     gpu = device_type != "cpu"
     if isinstance(name, Kernel):
         return name

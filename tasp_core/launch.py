@@ -48,6 +48,15 @@ def _loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
+def _share_cores() -> None:
+    """Let ranks that share cores finish their turns.
+
+    A rank stopped in the midst of sending keeps its connection locked, and gloo's own thread spins on it.
+    """
+    with suppress(AttributeError, OSError):  # macOS has none, a sandbox may refuse
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, args: tuple[Any, ...],
            timeout_s: float, enter: Callable[[int], None] | None) -> None:  # fmt: skip
     import torch
@@ -57,6 +66,7 @@ def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, 
     # which a fork does not copy
     gc.freeze()
     torch.set_num_threads(1)  # a forked OpenMP pool can hang
+    _share_cores()
     stacks = open(f"{path}.{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR2, stacks)
     if name := _loopback():

@@ -43,13 +43,18 @@ def parcels(
     found, scattered = [], dict[int, list[Message]]()
     for m in messages:
         buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
-        parts = m.ranges
-        row_bytes = math.prod(buffer.shape[1:]) * dtype.itemsize
-        if len(parts) > 1 and m.count * row_bytes <= len(parts) * SMALL_BYTES:
+        if m.rows is None:
+            parts = [(m.low, m.count)]
+        elif (
+            m.count * math.prod(buffer.shape[1:]) * dtype.itemsize <= len(m.rows.src) * SMALL_BYTES
+        ):
             scattered.setdefault(m.kind, []).append(m)
             continue
+        else:
+            parts = m.ranges
         for i, (low, count) in enumerate(parts):
-            rows = buffer[low : low + count].to(dtype)
+            rows = buffer[low : low + count]
+            rows = rows if rows.dtype == dtype else rows.to(dtype)
             found.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
     landing = []
     for some in scattered.values():
@@ -77,6 +82,12 @@ def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
     return once(parts[0].src, f"{len(parts)} messages", device, make)
 
 
+def _wide(rows: Tensor) -> Tensor:
+    """The rows' bytes in elements of 16 where they can be seen so: CPUs copy these three times as fast."""
+    flat = rows.flatten(1)
+    return flat.view(torch.complex128) if flat.shape[1] * flat.itemsize % 16 == 0 else flat
+
+
 def take_rows(messages: Sequence[Message], buffers: Buffers) -> Tensor:
     """Rows of one message, or of several in parts, in the dtype in which they are received."""
     first = messages[0]
@@ -95,4 +106,4 @@ def put_rows(messages: Sequence[Message], rows: Tensor, buffers: Buffers) -> Non
     if first.rows is None:
         buffer[first.low : first.low + first.count] = rows
     else:
-        buffer.index_copy_(0, _index(messages, buffer.device), rows)
+        _wide(buffer).index_copy_(0, _index(messages, buffer.device), _wide(rows))

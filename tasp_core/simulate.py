@@ -6,13 +6,14 @@ in the step before, and goes on when both are done; nothing else makes ranks wai
     a message     starts when both its ranks have reached the step, takes latency_s + message_s for
                   each message its busier end posts + the time of its busiest resource, on which
                   all bytes of the step share alike
+                  it also takes message_cpu_s + bytes / copy_gbps of the processor at both ends
     a computation 4 (backward 10) x pairs x head dim x heads / kernel rate + kernel_s a call
-                  + rows read, merged and written / memory_gbps
+                  + rows read, merged and written / memory_gbps, beside the step's messages' processor time
     Ulysses       all-to-alls in the groups before and after, not overlapped
     all_gather    one ring in rank order, or directly over all links, as the machine says
 
 Where all ranks are alike and there are very many hops, rank 0 stands for all.
-Not covered: kernels slowed by messages, copies into and out of buffers, packing of all-to-alls.
+Not covered: copies into and out of buffers, packing of all-to-alls, processor time of collectives.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ def simulate(
     charged, together = charge(machine, traffic), charge(machine, collective)
     work = work_of(plan, hops, range(1 if alike else plan.inner.ranks), steps)
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
-    lasts = charged.seconds + machine.latency_s + machine.message_s * _posted(traffic)
+    posted = _by_end(traffic, traffic.messages, plan.ranks, steps)
+    most = [posted[end, traffic.step] for end in (traffic.src, traffic.dst)]
+    lasts = charged.seconds + machine.latency_s + machine.message_s * np.maximum(*most)
+    copied = posted * machine.message_cpu_s
+    if machine.copy_gbps:
+        copied += _by_end(traffic, traffic.nbytes, plan.ranks, steps) / (machine.copy_gbps * 1e9)
     if alike:
-        busy = busy[:1]
+        busy, copied = busy[:1], copied[:1]
         traffic = traffic._replace(src=np.zeros_like(traffic.src), dst=np.zeros_like(traffic.dst))
     whole_s = turns_s + float(together.seconds.max()) if len(together.seconds) else 0.0
     heads_s, head_bytes = ulysses(plan, machine, sizes, backward)
-    run = _Run(traffic, lasts, whole_s, packed, overlap)
+    run = _Run(traffic, lasts, copied, whole_s, packed, overlap)
     compute, comm = run.times(busy)
     alone = run.times(np.zeros_like(busy))[1]
     shape = (plan.ranks, steps, 2)
@@ -135,14 +141,12 @@ def _alike(plan: Plan, machine: Machine) -> bool:
     return alike and hops > MANY_HOPS
 
 
-def _posted(traffic: Traffic) -> np.ndarray:
-    """For each row, the messages its busier end posts in its step."""
-    n = int(max(traffic.src.max(), traffic.dst.max())) + 1 if len(traffic.src) else 1
-    posted = np.zeros(traffic.steps * n)
-    keys = [traffic.step * n + end for end in (traffic.src, traffic.dst)]
-    for key in keys:
-        posted += np.bincount(key, weights=traffic.messages, minlength=len(posted))
-    return np.maximum(*(posted[key] for key in keys))
+def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.ndarray:
+    """Sums of the rows' values, by rank at either end and step."""
+    total = np.zeros((ranks, steps))
+    for end in (traffic.src, traffic.dst):
+        np.add.at(total, (end, traffic.step), values)
+    return total
 
 
 def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.ndarray:
@@ -167,6 +171,7 @@ class _Run:
 
     traffic: Traffic
     lasts: np.ndarray  # seconds of each row once it has begun
+    copied: np.ndarray  # seconds of the processor that messages take, by rank and step
     gather_s: float
     together: bool  # every step is one collective
     overlap: bool
@@ -180,7 +185,7 @@ class _Run:
         for t in range(steps):
             rows = slice(*bounds[t : t + 2])
             src, dst, lasts = self.traffic.src[rows], self.traffic.dst[rows], self.lasts[rows]
-            arrived = ready.copy()
+            arrived = ready + self.copied[:, t]
             if self.together and len(lasts):
                 arrived[:] = ready.max() + lasts.max()
             else:
@@ -190,7 +195,7 @@ class _Run:
             if t == 0 and self.gather_s:
                 arrived[:] = ready.max() + self.gather_s
             begin = ready if self.overlap else arrived
-            computed = begin + busy[:, t]
+            computed = begin + busy[:, t] + (self.copied[:, t] if self.overlap else 0)
             compute[:, t, 0], compute[:, t, 1] = begin, computed
             comm[:, t, 0], comm[:, t, 1] = ready, arrived
             ready = np.maximum(arrived, computed)

@@ -29,10 +29,18 @@ Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 NOTE_BYTES = 4096
 STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
+_NCCL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _settled() -> None:
     """Nothing to compare."""
+
+
+def over_nccl(group: Any) -> bool:
+    """Whether NCCL (or RCCL) joins the group; remembered, asking torch takes as long as a message."""
+    if (found := _NCCL.get(group)) is None:
+        found = _NCCL[group] = dist.get_backend(group) == "nccl"
+    return found
 
 
 def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
@@ -41,7 +49,7 @@ def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
     gloo sends once it hears that the receiver is ready, and that word must not queue up behind a
     message's bytes.
     """
-    if dist.get_backend(group) != "nccl":  # isend and irecv check as long as the call itself takes
+    if not over_nccl(group):  # isend and irecv check as long as the call itself takes
         return [
             *(group.recv([rows], peer, tag) for rows, peer, tag in recvs),
             *(group.send([rows], peer, tag) for rows, peer, tag in sends),
@@ -69,7 +77,7 @@ class Exchange:
             raise PlanError("this process is not in the group it passed to attention")
         self.members = list(range(self.world) if members is None else members)
         self.rank, self.ranks = self.members.index(own), len(self.members)
-        self.on_cpu = dist.get_backend(self.group) != "nccl"
+        self.on_cpu = not over_nccl(self.group)
         self._salt, self._open = 0, _settled
 
     def _bytes(self, data: bytes) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import TransportError
 from .heads import Heads
-from .transport import Way, post
+from .transport import Way, over_nccl, post
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Group:
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[torch.Size]) -> list[Tensor]:
         """Send parts[j] to member j; what each member sent, with the given shapes."""
-        if dist.get_backend(self.group) == "nccl":
+        if over_nccl(self.group):
             return self._collective(parts, sizes)
         # gloo's own all-to-all leaves links idle: it takes 1.5 times as long on limited ones
         sends = [p.contiguous() for p in parts]

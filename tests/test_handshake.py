@@ -120,3 +120,11 @@ def test_a_rank_does_not_collect_what_its_parent_left():
         assert tasp.launch(lambda rank, group: gc.collect() >= 0, 1, timeout_s=30.0) == [True]
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no batch scheduling")
+def test_ranks_do_not_stop_each_other_in_the_midst_of_a_message():
+    """Of 24 threads on two cores, a woken one must not take the core of one that holds a connection."""
+    found = tasp.launch(lambda rank, group: os.sched_getscheduler(0), 2, timeout_s=30.0)
+    assert found == [os.SCHED_BATCH] * 2
+    assert os.sched_getscheduler(0) != os.SCHED_BATCH  # a notebook's own kernel stays quick

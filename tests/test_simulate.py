@@ -67,6 +67,23 @@ def test_message_cost_is_paid_by_the_busier_end():
     assert run(full(64, 4, "ring", where)).comm_s == pytest.approx(3 * 2e-3, rel=1e-3)
 
 
+def test_messages_take_of_the_processor_that_computes():
+    """Ring: two messages' ends and two shares' bytes a step, beside its computing and its link."""
+    tokens, kv = 1024, 1024 * 512
+    where = replace(machine("mesh4"), **QUICK, link_gbps=1e6)
+    host = replace(where, message_cpu_s=1e-3, copy_gbps=2.0)
+    each = 2e-3 + 2 * kv / 2e9
+    alone = run(full(tokens, 4, "ring", host))
+    assert (alone.comm_s, alone.compute_s) == (pytest.approx(3 * each, rel=1e-3), 0)
+    rates = {"tflops": 1.0, "kernel_s": 0.0, "memory_gbps": 0.0}
+    t = run(full(tokens, 4, "ring", replace(host, **rates)))
+    assert t.total_s == pytest.approx(3 * each + t.compute_s, rel=1e-3)
+    assert t.compute_s == run(full(tokens, 4, "ring", replace(where, **rates))).compute_s > 0
+    slow = replace(host, link_gbps=kv / 1e9, **rates)  # 1 s a step: the processor waits
+    last = t.compute_s / 4  # of what has come in the last step
+    assert run(full(tokens, 4, "ring", slow)).total_s == pytest.approx(3 + last, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "ring", "flat", "paths", "plain", "best"),
     [

@@ -18,13 +18,15 @@ import torch.distributed as dist
 from ..plan import Plan
 from ..simulate import simulate
 from ..topology import Machine, machine
-from .calibrate import Bench, kernels, messages
+from .calibrate import messages
 from .devices import Device
 from .fabric import LEAST_BURST, Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
+from .kernel_rates import kernels
 from .measure import Errors, Inputs, Judge, as_dict
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
+from .timing import Bench
 from .wiring import emulated
 
 
@@ -93,7 +95,9 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
 
 def _rates(rank: int, group: Any) -> tuple[dict[str, Any], Samples]:
     bench = Bench(group, torch.device("cpu"))
-    return messages(bench) | kernels(bench, lengths=(128, 256, 512, 1024)), bench.samples
+    return messages(bench, bench.ranks) | kernels(
+        bench, lengths=(128, 256, 512, 1024)
+    ), bench.samples
 
 
 def calibrated() -> tuple[dict[str, Any], Samples]:
