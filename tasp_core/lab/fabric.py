@@ -1,4 +1,4 @@
-"""A Machine built for real: network namespaces joined by virtual wires with token-bucket rates.
+"""A Machine built for real: network namespaces joined by virtual wires of limited rates.
 
     with Fabric(emulated(machine("mesh8"), link_mbit=50)) as net:
         net.launch(fn, *args)          # fn(rank, group, *args) on gloo ranks inside it
@@ -21,16 +21,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from subprocess import Popen
 from typing import Any
 
 from ..errors import FabricError
 from ..launch import launch
 from ..topology import Machine
+from .shaping import MTU, address, shape
 from .wiring import Wire, wiring
 
 PREFIX = "taspfab-"
-BURST_S, LEAST_BURST, QUEUE_BYTES, MTU = 1e-3, 128 << 10, 16 << 20, 65000
 CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1
 # Loss-free long queues: a sender need not probe for its rate, start slowly after a pause, or send again
 # what is only waiting in a queue.
@@ -118,17 +119,6 @@ class Namespace:
         self.shell.communicate()
 
 
-def _address(rank: int) -> str:
-    return f"10.77.0.{rank + 1}"
-
-
-def _shape(name: str, mbit: float) -> str:
-    burst = max(LEAST_BURST, int(mbit * 1e6 / 8 * BURST_S))
-    return (
-        f"qdisc add dev {name} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {QUEUE_BYTES}"
-    )
-
-
 class Fabric:
     """The machine's network, from entering to leaving the `with` block.
 
@@ -181,21 +171,24 @@ class Fabric:
 
     def _configure(self, rank: int) -> None:
         """Addresses, routes and rates. Without 127.0.0.1, gloo takes the address that others reach."""
-        ends, own = self._ends(rank), _address(rank)
+        ends, own, via = self._ends(rank), address(rank), self.plan.via[rank]
         routes = [
-            f"route add {_address(peer)} dev {name} scope link src {own} {ROUTE}"
-            for peer, name in self.plan.via[rank].items()
+            f"route add {address(peer)} dev {name} scope link src {own} {ROUTE}"
+            for peer, name in via.items()
         ]
         setup = ["link set lo up", "addr del 127.0.0.1/8 dev lo", f"addr add {own}/32 dev lo"]
         ups = [f"link set {name} up" for name, _ in ends]
-        shapes = [_shape(name, mbit) for name, mbit in ends]
-        self.spaces[rank].run(("ip", [*setup, *ups, *routes]), ("tc", shapes))
+        beyond = {name: [peer for peer, way in via.items() if way == name] for name, _ in ends}
+        shapes = [shape(name, mbit, "dst", beyond[name]) for name, mbit in ends]
+        self.spaces[rank].run(("ip", [*setup, *ups, *routes]), ("tc", [*chain(*shapes)]))
 
     def _bridge(self, hub: str) -> None:
-        ends = self._ends(hub)
+        ends, wires = self._ends(hub), [w for w in self.plan.wires if w.b == hub]
         setup = [f"link add hub mtu {MTU} type bridge", "link set hub up"]
         ups = [f"link set {name} master hub up" for name, _ in ends]
-        self.spaces[hub].run(("ip", [*setup, *ups]), ("tc", [_shape(*end) for end in ends]))
+        senders = {name: [w.a for w in wires if w.names[1] != name] for name, _ in ends}
+        shapes = [shape(name, mbit, "src", senders[name]) for name, mbit in ends]
+        self.spaces[hub].run(("ip", [*setup, *ups]), ("tc", [*chain(*shapes)]))
 
     def enter(self, rank: int) -> None:
         """Move this process, which must not have threads yet, into a rank's namespace.
@@ -218,7 +211,7 @@ class Fabric:
         The first that fails, or the time-out, ends all.
         """
         shared = {"WORLD_SIZE": self.machine.ranks, "LOCAL_WORLD_SIZE": self.machine.node_size,
-                  "MASTER_ADDR": _address(0), "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "lo",
+                  "MASTER_ADDR": address(0), "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "lo",
                   "OMP_NUM_THREADS": 1}  # fmt: skip
         ranks = []
         for rank in range(self.machine.ranks):

@@ -20,12 +20,13 @@ from ..simulate import simulate
 from ..topology import Machine, machine
 from .calibrate import messages
 from .devices import Device
-from .fabric import LEAST_BURST, Fabric
+from .fabric import Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
 from .kernel_rates import kernels
 from .measure import Errors, Inputs, Judge, as_dict
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
+from .shaping import LEAST_BURST
 from .timing import Bench
 from .wiring import emulated
 
