@@ -1,12 +1,20 @@
-"""Course: what learners are told of planners that raise."""
+"""Course: what learners are told of buffers, of planners that raise."""
 
 from __future__ import annotations
 
 import pytest
 
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
-from tasp_course import unit_09
+import torch
+import torch.distributed as dist
+
+from tasp_course import unit_03, unit_09
+from tasp_course.build import units
+from tasp_course.kit import wrong_answers
 from tasp_course.uneven import machines
+
+TURNS = wrong_answers(units(["3"])[0])["check_turn"]
+MOVES = wrong_answers(units(["3"])[0])["check_move"]
 
 
 def raises(rate, have):
@@ -20,6 +28,50 @@ def leaves(rate, have):
 PLANNERS = pytest.mark.parametrize(
     ("planner", "told"), [(raises, "KeyError"), (leaves, "SystemExit")]
 )
+
+
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        ("a buffer too short", "receives into 3 float32 numbers"),
+        ("a buffer too long", "receives into 8 float32 numbers"),
+        ("a buffer of another type", "receives into 4 float16 numbers"),
+        ("twice in a message", "sends 8 float32 numbers"),
+    ],
+)
+def test_a_message_of_the_wrong_size_is_measured(label, found):
+    verdict = unit_03.check_move(MOVES[label])
+    assert verdict.state == "wrong"
+    assert found in verdict.hint, verdict
+    assert "each message here has 4 float32 numbers" in verdict.hint
+
+
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        ("an empty buffer", "receives into 0 float32 numbers"),
+        ("a longer message", "sends 2 float32 numbers"),
+    ],
+)
+def test_a_wrong_size_in_a_blocking_call_is_measured_too(label, found):
+    verdict = unit_03.check_turn(TURNS[label])
+    assert found in verdict.hint, verdict
+
+
+def test_a_batch_stays_right_in_a_step():
+    def batched(rank, group, hops, held):
+        arriving, ways = {}, []
+        for src, dst, owner in hops:
+            if src == rank:
+                ways.append(dist.P2POp(dist.isend, held[owner], dst, group))
+            if dst == rank:
+                arriving[owner] = torch.empty_like(held[rank])
+                ways.append(dist.P2POp(dist.irecv, arriving[owner], src, group))
+        for work in dist.batch_isend_irecv(ways) if ways else []:
+            work.wait()
+        return held | arriving
+
+    assert unit_03.check_move(batched).state == "right"
 
 
 @PLANNERS
