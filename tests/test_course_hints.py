@@ -1,4 +1,4 @@
-"""Course: what learners are told of buffers, of planners that raise."""
+"""Course: what learners are told of calls that were not asked for, of buffers, of planners that raise."""
 
 from __future__ import annotations
 
@@ -28,6 +28,37 @@ def leaves(rate, have):
 PLANNERS = pytest.mark.parametrize(
     ("planner", "told"), [(raises, "KeyError"), (leaves, "SystemExit")]
 )
+
+
+@pytest.mark.parametrize(
+    ("label", "call"),
+    [
+        ("isend, awaited", "isend"),
+        ("isend, not awaited", "isend"),
+        ("irecv, awaited", "irecv"),
+        ("a batch of isend and irecv", "P2POp"),
+    ],
+)
+def test_where_blocking_calls_are_asked_for_others_are_named(label, call):
+    verdict = unit_03.check_turn(TURNS[label])
+    assert verdict.state == "wrong"
+    assert f"{call} does not wait until its message is through" in verdict.hint, verdict
+    assert "send and recv alone" in verdict.hint
+
+
+def test_blocking_calls_in_other_words_stay_right():
+    def by_keywords(rank, group, own):
+        n = dist.get_world_size(group)
+        got = torch.empty(1)
+        if rank == 0:  # the others receive first: one after the other, round the ring
+            dist.send(torch.tensor([own]), dst=1, group=group)
+            dist.recv(got, group=group)  # from whom it may be
+        else:
+            dist.recv(got, src=rank - 1, group=group)
+            dist.send(torch.tensor(own), (rank + 1) % n)
+        return got.item()
+
+    assert unit_03.check_turn(by_keywords).state == "right"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +103,13 @@ def test_a_batch_stays_right_in_a_step():
         return held | arriving
 
     assert unit_03.check_move(batched).state == "right"
+
+
+def test_the_checks_leave_this_process_as_it_is():
+    before = dist.isend, dist.irecv, dist.P2POp, dist.ProcessGroup.send, dist.ProcessGroup.recv
+    unit_03.check_turn(TURNS["isend, awaited"])
+    after = dist.isend, dist.irecv, dist.P2POp, dist.ProcessGroup.send, dist.ProcessGroup.recv
+    assert before == after
 
 
 @PLANNERS

@@ -1,13 +1,13 @@
 """Learners' functions on real ranks, where a deadlock is an answer, too.
 
-`hold_messages_to` changes what a rank calls: use it in its forked process alone.
+`hold_messages_to` and `only_blocking` change what a rank calls: use them in its forked process alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -69,3 +69,21 @@ def hold_messages_to(like: Tensor) -> None:
     """
     for name, does in DOES.items():
         setattr(dist.ProcessGroup, name, _measured(getattr(dist.ProcessGroup, name), does, like))
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """What stands for a call that is not asked for."""
+
+    def refused(*unused: Any, **more: Any) -> NoReturn:
+        raise WrongError(
+            f"{name} does not wait until its message is through; here send and recv alone are asked "
+            "for, in an order that does not hang"
+        )
+
+    return refused
+
+
+def only_blocking() -> None:
+    """On this rank, `isend`, `irecv` and batches of them make the answer wrong."""
+    for name in ("isend", "irecv", "P2POp"):
+        setattr(dist, name, _refused(name))

@@ -14,7 +14,7 @@ from tasp_core import Documents, Machine
 from tasp_core.kernels import oracle
 from tasp_core.schedules import Hops
 
-from .real import hold_messages_to, on_ranks
+from .real import hold_messages_to, on_ranks, only_blocking
 from .tables import ring_words
 from .verdict import exercise, expect, recap
 
@@ -90,6 +90,7 @@ def check_turn(answer: Any) -> None:
 
     def run(rank: int, group: Any) -> Any:
         hold_messages_to(torch.empty(1))
+        only_blocking()
         return answer(rank, group, own[rank])
 
     for n in (4, 3):

@@ -86,6 +86,44 @@ def turns_with(mine, got):
     return turn
 
 
+def isend_and_wait(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    work = dist.isend(torch.tensor([own]), right, group)
+    dist.recv(got, left, group)
+    work.wait()
+    return float(got)
+
+
+def isend_and_forget(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    dist.isend(torch.tensor([own]), right, group)
+    dist.recv(got, left, group)
+    return float(got)
+
+
+def irecv_and_wait(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    work = dist.irecv(got, left, group)
+    dist.send(torch.tensor([own]), right, group)
+    work.wait()
+    return float(got)
+
+
+def in_a_batch(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    ways = [
+        dist.P2POp(dist.isend, torch.tensor([own]), right, group),
+        dist.P2POp(dist.irecv, got, left, group),
+    ]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+    return float(got)
+
+
 def chosen(number):
     return lambda lives: [number(i) for i, _ in enumerate(lives)]
 
@@ -114,6 +152,10 @@ WRONG = {
         "all send first": lambda rank, group, own: all_send_first(rank, group),
         "the ring is not closed": receives_one_too_few,
         "a constant": lambda rank, group, own: own,
+        "isend, awaited": isend_and_wait,
+        "isend, not awaited": isend_and_forget,
+        "irecv, awaited": irecv_and_wait,
+        "a batch of isend and irecv": in_a_batch,
         "an empty buffer": turns_with(lambda own: torch.tensor([own]), lambda: torch.empty(0)),
         "a longer message": turns_with(
             lambda own: torch.tensor([own, own]), lambda: torch.empty(1)
