@@ -14,7 +14,7 @@ from tasp_core import Documents, Machine
 from tasp_core.kernels import oracle
 from tasp_core.schedules import Hops
 
-from .real import on_ranks
+from .real import hold_messages_to, on_ranks, only_blocking
 from .tables import ring_words
 from .verdict import exercise, expect, recap
 
@@ -57,6 +57,7 @@ def check_move(answer: Any) -> None:
     direct = [f"t0 {r}>{(r + d) % 4} kv{r}.0" for r in range(4) for d in (1, 2, 3)]
 
     def run(rank: int, group: Any, steps: list[Any]) -> Any:
+        hold_messages_to(torch.empty(4))
         held = {rank: torch.from_numpy(data[rank].copy())}
         for hops in steps:
             if rank % 2:
@@ -88,6 +89,8 @@ def check_turn(answer: Any) -> None:
     own = [2.5, -1.0, 7.0, 0.125]
 
     def run(rank: int, group: Any) -> Any:
+        hold_messages_to(torch.empty(1))
+        only_blocking()
         return answer(rank, group, own[rank])
 
     for n in (4, 3):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tasp_core.lab.results import write
 from visualize import Figure
 
 from .uneven import HEAD_DIM, HEADS, KV_BYTES, TOKENS, Planner, machines, planned, ratio, scores
-from .verdict import exercise, expect, recap
+from .verdict import exercise, expect, raised, recap
 
 __all__ = ["KV_BYTES", "machines", "planned", "ratio", "scores"]
 
@@ -74,13 +74,22 @@ def check_patient(answer: Planner) -> None:
     _hold(answer, PATIENT, hint)
 
 
+def _no_plan(error: BaseException) -> str:
+    """Why a planner has no plan, in one line: what is wrong with a step, or what it raised itself."""
+    if isinstance(error, PlanError):
+        return str(error).splitlines()[0]
+    return f"{raised(error).splitlines()[0]}; mend it, run its cell, then this one"
+
+
 def against(machine: Machine, planner: Planner) -> Figure:
-    """How tasp and a planner, where its plan is right, load links, and how long both take."""
+    """How tasp and a planner load links, and how long both take; tasp alone where there is no plan."""
     row = [machine.ranks * TOKENS]
     plan = tasp.plan(row, machine.ranks, schedule="tasp", layout="contiguous", machine=machine)
     plans = [("tasp", plan)]
-    with suppress(PlanError):
+    try:
         plans.append(("my planner", planned(machine, planner)))
+    except (Exception, SystemExit) as error:  # the planner is a learner's: anything may come
+        sys.stdout.write(f"my planner is not drawn: {_no_plan(error)}\n")
     times = [(name, tasp.simulate(p, heads=HEADS, head_dim=HEAD_DIM)) for name, p in plans]
     return visualize.together([visualize.links(plans), visualize.timeline(times)])
 
@@ -102,12 +111,12 @@ def board(path: Path = BOARD) -> str:
 
 
 def enter(name: str, planner: Planner, path: Path = BOARD) -> str:
-    """Put a planner on the board, if its plans are right; the board."""
+    """Put a planner on the board, if its plans are right; the board, and else why it is not on it."""
     entries = json.loads(path.read_text())["entries"] if path.is_file() else {}
     try:
         entries[name] = scores(planner)
-    except PlanError as error:
-        return f"{board(path)}\n{name} is not on the board: {str(error).splitlines()[0]}"
+    except (Exception, SystemExit) as error:  # the planner is a learner's: anything may come
+        return f"{board(path)}\n{name} is not on the board: {_no_plan(error)}"
     write(path, "scoreboard", entries=entries)
     return board(path)
 

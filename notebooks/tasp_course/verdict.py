@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import wraps
 from html import escape
 from math import isclose
-from traceback import format_exc
+from traceback import format_exception
 from typing import Any, Literal
 
 from tasp_core import RankError
@@ -105,12 +105,12 @@ def _guarded(answer: Any) -> Any:
     return call
 
 
-def _raised(error: BaseException, told: str) -> str:
+def raised(error: BaseException) -> str:
     """What an answer raised, on which rank, and in which line of the learner's cell.
 
-    `told` is a traceback; a rank's error brings its own, and what the rank raised.
+    A rank's error brings the rank's own traceback, and what the rank raised.
     """
-    cause, where = error, ""
+    told, cause, where = "".join(format_exception(error)), error, ""
     if isinstance(error, RankError):
         told, where = error.errors[error.first], f" on rank {error.first}"
         if error.cause is None:  # it died or hung
@@ -136,7 +136,7 @@ def exercise(judge: Callable[[Any], None]) -> Callable[[Any], Verdict]:
             cause = getattr(error, "cause", None) or error  # of a rank's error, what it raised
             if isinstance(cause, UnfinishedError):
                 return Verdict("to do", str(cause))
-            return Verdict("wrong", _raised(error, format_exc()))
+            return Verdict("wrong", raised(error))
         return Verdict("right")
 
     return check

@@ -10,13 +10,13 @@ from tasp_course.unit_03 import all_send_first
 LEFT = []  # messages under way that nobody waits for
 
 
-def posts(rank, group, hops, held, *, send, file):
+def posts(rank, group, hops, held, *, send, file, make=lambda: torch.empty(4)):
     works, arriving = [], {}
     for src, dst, owner in hops:
         if src == rank:
             works.append(dist.isend(held[send(owner)], dst, group))
         if dst == rank:
-            arriving[file(owner, src)] = torch.empty(4)
+            arriving[file(owner, src)] = make()
             works.append(dist.irecv(arriving[file(owner, src)], src, group))
     for work in works:
         work.wait()
@@ -55,6 +55,75 @@ def receives_one_too_few(rank, group, own):
     return float(got) if rank else own
 
 
+def receives_into(make):
+    """Exercise 1 with a buffer of the learner's own."""
+    return partial(posts, send=lambda owner: owner, file=lambda owner, src: owner, make=make)
+
+
+def twice_in_a_message(rank, group, hops, held):
+    held = {owner: torch.cat([x, x]) for owner, x in held.items()}
+    return receives_into(lambda: torch.empty(4))(rank, group, hops, held)
+
+
+def neighbours(rank, group):
+    n = dist.get_world_size(group)
+    return (rank + 1) % n, (rank - 1) % n
+
+
+def turns_with(mine, got):
+    """Exercise 2 in a right order, with tensors of the learner's own."""
+
+    def turn(rank, group, own):
+        right, left = neighbours(rank, group)
+        out, into = mine(own), got()
+        if rank % 2:
+            dist.recv(into, left, group)
+        dist.send(out, right, group)
+        if rank % 2 == 0:
+            dist.recv(into, left, group)
+        return float(into.flatten()[0])
+
+    return turn
+
+
+def isend_and_wait(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    work = dist.isend(torch.tensor([own]), right, group)
+    dist.recv(got, left, group)
+    work.wait()
+    return float(got)
+
+
+def isend_and_forget(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    dist.isend(torch.tensor([own]), right, group)
+    dist.recv(got, left, group)
+    return float(got)
+
+
+def irecv_and_wait(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    work = dist.irecv(got, left, group)
+    dist.send(torch.tensor([own]), right, group)
+    work.wait()
+    return float(got)
+
+
+def in_a_batch(rank, group, own):
+    right, left = neighbours(rank, group)
+    got = torch.empty(1)
+    ways = [
+        dist.P2POp(dist.isend, torch.tensor([own]), right, group),
+        dist.P2POp(dist.irecv, got, left, group),
+    ]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+    return float(got)
+
+
 def chosen(number):
     return lambda lives: [number(i) for i, _ in enumerate(lives)]
 
@@ -73,12 +142,24 @@ WRONG = {
             ).items()
             if owner not in held
         },
+        "a buffer too short": receives_into(lambda: torch.empty(3)),
+        "a buffer too long": receives_into(lambda: torch.empty(8)),
+        "a buffer of another type": receives_into(lambda: torch.empty(4, dtype=torch.float16)),
+        "twice in a message": twice_in_a_message,
         "a tensor": lambda rank, group, hops, held: held[rank],
     },
     "check_turn": {
         "all send first": lambda rank, group, own: all_send_first(rank, group),
         "the ring is not closed": receives_one_too_few,
         "a constant": lambda rank, group, own: own,
+        "isend, awaited": isend_and_wait,
+        "isend, not awaited": isend_and_forget,
+        "irecv, awaited": irecv_and_wait,
+        "a batch of isend and irecv": in_a_batch,
+        "an empty buffer": turns_with(lambda own: torch.tensor([own]), lambda: torch.empty(0)),
+        "a longer message": turns_with(
+            lambda own: torch.tensor([own, own]), lambda: torch.empty(1)
+        ),
     },
     "check_slots": {
         "one slot for all": chosen(lambda i: 0),
