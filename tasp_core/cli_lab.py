@@ -123,6 +123,12 @@ def run(
 def fabric_bench(
     out: Out = None,
     quick: Annotated[bool, typer.Option("--quick", help="One small case of each kind.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Only cases with this in their title, e.g. packed: or mesh4x2; others of --out stay."
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Methods in turn on emulated machines: oracle first, then seconds, bound and prediction."""
@@ -130,8 +136,10 @@ def fabric_bench(
 
     enter_rootless(sys.argv[1:])
     from .lab.fabric_bench import bench
+    from .lab.fabric_merge import earlier_cases
 
-    _finish("fabric", bench(_say(json_), quick=quick), out, json_)
+    earlier = earlier_cases(out, quick=quick) if only is not None and out else []
+    _finish("fabric", bench(_say(json_), quick=quick, only=only, earlier=earlier), out, json_)
 
 
 @benches.command("overhead")

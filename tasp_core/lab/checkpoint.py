@@ -116,17 +116,13 @@ def read_note(path: Path) -> dict[str, Any]:
     """
     try:
         note = json.loads((path / NOTE).read_text())
-        if note.get("schema") != SCHEMA:
-            raise PlanError(
-                f"checkpoint {path} has schema {note.get('schema')!r}, this version reads {SCHEMA}"
-            )
-        files = {
-            name: (size, (path / name).stat().st_size) for name, (size, _) in note["files"].items()
-        }
-    except PlanError:
-        raise
+        schema = note.get("schema")
+        listed = note["files"] if schema == SCHEMA else {}
+        files = {name: (size, (path / name).stat().st_size) for name, (size, _) in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"checkpoint {path} is torn or none: {error}; {_ADVICE}") from None
+    if schema != SCHEMA:
+        raise PlanError(f"checkpoint {path} has schema {schema!r}, this version reads {SCHEMA}")
     for name, (size, found) in files.items():
         if found != size:
             raise PlanError(

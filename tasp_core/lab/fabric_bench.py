@@ -8,7 +8,7 @@ all ranks and their messages share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from .devices import Device
 from .fabric import Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
+from .fabric_merge import Row, chosen, stamp, still_defined
 from .kernel_rates import kernels
 from .measure import Errors, Inputs, Judge, as_dict
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
@@ -89,8 +90,7 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
             "fingerprint": plan.fingerprint(), "errors": as_dict(errors), "samples": samples,
             "predicted": predictions(case, plan, replace(case.on(), **(rates | case.device()))),
         })  # fmt: skip
-    config = asdict(case) | {"lengths": list(case.lengths), "ranks": plans[0].ranks}
-    return {"title": str(case), "config": config, "methods": rows,
+    return {"title": str(case), "config": case.config(), "methods": rows,
             "machine": asdict(case.on()), "right": all(r["errors"]["ok"] for r in rows)}  # fmt: skip
 
 
@@ -107,21 +107,49 @@ def calibrated() -> tuple[dict[str, Any], Samples]:
         return net.launch(_rates, timeout_s=300.0)[0]
 
 
-def bench(say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Run all cases; `say` shows each table as it is known."""
-    results, (rates, samples) = [], calibrated()
-    todo = cases(quick=quick)
+def _measured(
+    say: Callable[[str], None], todo: list[Case], rates: dict[str, Any]
+) -> dict[str, Row]:
+    """Results by title, up to the first wrong one."""
+    results: dict[str, Row] = {}
     for number, case in enumerate(todo):
         say(f"[{number + 1}/{len(todo)}] {case}")
-        result = run_case(case, rates)
+        result = results[str(case)] = run_case(case, rates) | stamp(rates)
         say(table(result))
-        results.append(result)
         if not result["right"]:
             break
+    return results
+
+
+def bench(
+    say: Callable[[str], None], *, quick: bool = False, only: str | None = None, earlier: Sequence[Row] = ()
+) -> dict[str, Any]:  # fmt: skip
+    """Run all cases; `say` shows each table as it is known.
+
+    With `only`, run those with that text in their title; the others are as in `earlier`, and goals
+    are about all of them. The result's own rates and calibration are this run's.
+    """
+    every = cases(quick=quick)
+    todo = every if only is None else chosen(every, only)
+    kept = still_defined(every, earlier)
+    titles = [row["title"] for row in earlier]
+    for title in titles:
+        if title not in kept and title not in map(str, todo):
+            say(f"dropped, no case is defined so any more: {title}")
+    rates, samples = calibrated()
+    new = _measured(say, todo, rates)
+    found = kept | new
+    results = [found[str(case)] for case in every if str(case) in found]
     goals = judge(results)
     say("\n".join(map(str, goals)))
+    config: dict[str, Any] = {"quick": quick, "rates": rates}
+    if only is not None:
+        config |= {
+            "only": only, "measured": [*new], "kept": [t for t in kept if t not in new],
+            "dropped": [t for t in titles if t not in found],
+        }  # fmt: skip
     return {
-        "right": all(r["right"] for r in results), "config": {"quick": quick, "rates": rates},
+        "right": all(r["right"] for r in results), "config": config,
         "calibration": samples,
         "cases": results, "goals": [g._asdict() for g in goals],
     }  # fmt: skip

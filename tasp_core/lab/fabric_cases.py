@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..documents import Documents
@@ -59,6 +59,10 @@ class Case:
     def on(self) -> Machine:
         """The emulated machine."""
         return emulated(machine(self.machine), link_mbit=self.link_mbit)
+
+    def config(self) -> dict[str, Any]:
+        """Its definition as a result file holds it."""
+        return asdict(self) | {"lengths": list(self.lengths), "ranks": self.on().ranks}
 
     def device(self) -> dict[str, Any]:
         """What the simulator knows of emulated devices; nothing where there are none."""

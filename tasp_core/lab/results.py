@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..errors import PlanError
+
 SCHEMA = 1
 
 
@@ -47,3 +49,21 @@ def write(path: Path, kind: str, **body: Any) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(json.dumps(data, indent=1) + "\n")
     part.replace(path)
+
+
+def read(path: Path, kind: str) -> dict[str, Any]:
+    """A run's result as `write` left it.
+
+    Raises:
+        PlanError: no such file, or one of another schema or kind.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read the result file {path}: {error}") from None
+    found = (data.get("schema"), data.get("kind")) if isinstance(data, dict) else (None, None)
+    if found != (SCHEMA, kind):
+        raise PlanError(
+            f"{path} has schema {found[0]!r} and kind {found[1]!r}, wanted are {SCHEMA} and {kind!r}"
+        )
+    return data
