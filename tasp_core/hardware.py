@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 from .errors import TopologyError
 
 SCHEMA = 1
-RATES = ("link_gbps", "port_gbps", "nic_gbps", "host_gbps", "latency_s", "message_s", "tflops",
-         "backward_tflops", "kernel_s", "memory_gbps", "message_cpu_s", "copy_gbps")  # fmt: skip
 
 
 class Bus(NamedTuple):
@@ -58,6 +56,7 @@ class Machine:
         all_gather: how the library's all-gather runs: one "ring" in rank order (Gloo), or "direct".
         message_cpu_s, copy_gbps: what a message and its bytes cost, at either end, of the processor
             that computes, too; 0: nothing, as on GPUs.
+        ranks_a_core: ranks that share a core, where all rates are of all ranks at once; 0: none do.
     """
 
     name: str
@@ -81,12 +80,13 @@ class Machine:
     all_gather: str = "ring"
     message_cpu_s: float = 0.0
     copy_gbps: float = 0.0
+    ranks_a_core: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("node_size", "num_nodes"):
             self._whole(key, getattr(self, key), 1)
         self._whole("nics", self.nics, 0)
-        for key in RATES:
+        for key in (f.name for f in fields(self) if f.type == "float"):
             self._rate(key, getattr(self, key))
         if self.all_gather not in (gathers := ("ring", "direct")):
             raise self._error(f"all_gather must be one of {gathers}, got {self.all_gather!r}")

@@ -8,7 +8,8 @@ in the step before, and goes on when both are done; nothing else makes ranks wai
                   all bytes of the step share alike
                   it also takes message_cpu_s + bytes / copy_gbps of the processor at both ends
     a computation 4 (backward 10) x pairs x head dim x heads / kernel rate + kernel_s a call
-                  + rows read, merged and written / memory_gbps, beside the step's messages' processor time
+                  + rows read, merged and written / memory_gbps, beside the step's messages' processor
+                  time; where ranks share cores, those with more to do get what the others leave
     Ulysses       all-to-alls in the groups before and after, not overlapped
     all_gather    one ring in rank order, or directly over all links, as the machine says
 
@@ -162,6 +163,8 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
         row[0] = 2 * sizes.item
         gbytes = heads * row * (2 if backward else 1) / 1e9
         result += work.rows * (gbytes / machine.memory_gbps)
+    if machine.ranks_a_core:
+        return np.maximum(np.minimum(result, result.mean(axis=0)), result / machine.ranks_a_core)
     return result
 
 

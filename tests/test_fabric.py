@@ -245,7 +245,7 @@ def test_killed_it_leaves_no_wire_and_no_process():
 
 @built
 def test_a_build_that_fails_half_way_says_why_and_is_undone(monkeypatch):
-    monkeypatch.setattr(fabric, "_shape", lambda name, mbit: f"qdisc add dev {name} root nonsense")
+    monkeypatch.setattr(fabric, "shape", lambda name, *_: [f"qdisc add dev {name} root nonsense"])
     before = _wires()
     with pytest.raises(FabricError, match="qdisc kind is unknown"), Fabric(MESH):
         pass

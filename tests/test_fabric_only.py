@@ -69,7 +69,7 @@ def measured(monkeypatch):
         return result(case, 6.0)
 
     monkeypatch.setattr(fabric, "enter_rootless", lambda words: None)
-    monkeypatch.setattr(fabric_bench, "calibrated", lambda: (RATES, {"a kernel": [1.0]}))
+    monkeypatch.setattr(fabric_bench, "calibrated", lambda *_: (RATES, {"a kernel": [1.0]}))
     monkeypatch.setattr(fabric_bench, "run_case", run_case)
     return done
 

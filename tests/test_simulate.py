@@ -84,6 +84,16 @@ def test_messages_take_of_the_processor_that_computes():
     assert run(full(tokens, 4, "ring", slow)).total_s == pytest.approx(3 + last, rel=1e-6)
 
 
+def test_of_ranks_that_share_cores_the_busy_get_what_the_idle_leave():
+    own = Machine("m", 4, link_gbps=1e6, latency_s=0.0, tflops=1e-3)
+    p = plan([4000], 4, schedule="all_gather", layout="contiguous", machine=own)  # work 1, 3, 5, 7
+    alone = run(p).compute_s
+    shared = run(p, replace(own, ranks_a_core=4.0)).compute_s
+    assert shared == pytest.approx(alone * 4 / 7, rel=1e-2)  # all cores stay busy to the end
+    few = run(p, replace(own, ranks_a_core=1.25)).compute_s
+    assert few == pytest.approx(alone * (0.5 + 3 / 1.25) / 3.5, rel=1e-2)  # one core at most
+
+
 @pytest.mark.parametrize(
     ("name", "ring", "flat", "paths", "plain", "best"),
     [

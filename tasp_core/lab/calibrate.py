@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from ..errors import TopologyError
 from ..topology import Machine
-from .kernel_rates import kernels
+from .pass_rates import kernels, processor
 from .ranks import on_ranks
 from .timing import Bench, Pairs
 
-SLOW, BUSY, MORE = 0.7, 4, 8
+SLOW, BUSY = 0.7, 4
 MOST_PAIRS = 64
 
 
@@ -78,31 +78,13 @@ def messages(bench: Bench, node_size: int) -> dict[str, float]:
     """
     ways = [(r, (r + 1) % bench.ranks) for r in range(bench.ranks)]
     name = "every rank to the next"
-    rate = bench.gbps(f"{name}, long", ways) * 1e9
-    tiny, _ = bench.steps(name, ways, 17 * 64, 1)
-    nbytes = 17 * max(64, int(BUSY * tiny * rate / 17))
-    one, many, more = (
-        bench.steps(name, ways, *sizes) for sizes in ((nbytes, 1), (nbytes, 17), (MORE * nbytes, 1))
-    )
-    posted, busy = np.maximum(0.0, (many - one) / 32)  # 16 more sent and 16 more received
-    copied = max(0.0, float((more - one)[1])) / (2 * (MORE - 1) * nbytes)  # sent and received
-    crowd = _ranks_a_core(bench, node_size)
-    return {
-        "latency_s": max(0.0, float(one[0] - nbytes / rate - 2 * posted)),
-        "message_s": float(posted), "message_cpu_s": float(busy) * crowd,
-        "copy_gbps": 1e-9 / (copied * crowd) if copied * crowd else 0.0,
-    }  # fmt: skip
-
-
-def _ranks_a_core(bench: Bench, node_size: int) -> float:
-    """How many ranks share a core that all their kernels keep busy; 0 where messages have cores left."""
-    if bench.device.type != "cpu":
-        return 0.0
-    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    found: list[list[int]] = [[] for _ in range(bench.ranks)]
-    dist.all_gather_object(found, own or list(range(os.cpu_count() or 1)), group=bench.group)
-    cores = len(set().union(*found[:node_size]))
-    return node_size / cores if node_size * torch.get_num_threads() >= cores else 0.0
+    gbps = bench.gbps(f"{name}, long", ways)
+    tiny = bench.steps(name, ways, 17 * 64, 1)
+    nbytes = 17 * max(64, int(BUSY * tiny * gbps * 1e9 / 17))
+    one, many = (bench.steps(name, ways, nbytes, k) for k in (1, 17))
+    posted = max(0.0, (many - one) / 32)  # 16 more sent and 16 more received
+    latency = max(0.0, one - nbytes / gbps / 1e9 - 2 * posted)
+    return {"latency_s": latency, "message_s": posted} | processor(bench, node_size, gbps)
 
 
 def calibrate(

@@ -24,12 +24,14 @@ from .fabric import Fabric
 from .fabric_cases import Case, cases
 from .fabric_goals import judge, table
 from .fabric_merge import Row, chosen, stamp, still_defined
-from .kernel_rates import kernels
 from .measure import Errors, Inputs, Judge, as_dict
+from .pass_rates import kernels
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
 from .shaping import LEAST_BURST
 from .timing import Bench
 from .wiring import emulated
+
+LENGTHS = (64, 128, 256, 512)  # of calls, in tokens
 
 
 def drain(group: Any) -> None:
@@ -94,26 +96,31 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
             "machine": asdict(case.on()), "right": all(r["errors"]["ok"] for r in rows)}  # fmt: skip
 
 
-def _rates(rank: int, group: Any) -> tuple[dict[str, Any], Samples]:
+def _rates(rank: int, group: Any, heads: int, kv_heads: int) -> tuple[dict[str, Any], Samples]:
     bench = Bench(group, torch.device("cpu"))
-    return messages(bench, bench.ranks) | kernels(
-        bench, lengths=(128, 256, 512, 1024)
-    ), bench.samples
+    found = messages(bench, bench.ranks)
+    found |= kernels(bench, heads=heads, kv_heads=kv_heads, lengths=LENGTHS)
+    return found, bench.samples
 
 
-def calibrated() -> tuple[dict[str, Any], Samples]:
+def calibrated(heads: int = 8, kv_heads: int = 8) -> tuple[dict[str, Any], Samples]:
     """Rates of kernels and messages when eight ranks share this machine, and their samples."""
     with Fabric(emulated(machine("mesh8"), link_mbit=50.0)) as net:
-        return net.launch(_rates, timeout_s=300.0)[0]
+        return net.launch(_rates, heads, kv_heads, timeout_s=300.0)[0]
 
 
 def _measured(
     say: Callable[[str], None], todo: list[Case], rates: dict[str, Any]
 ) -> dict[str, Row]:
-    """Results by title, up to the first wrong one."""
+    """Results by title, up to the first wrong one.
+
+    Kernels that share cores are calibrated anew for each case: what cores give changes by the minute.
+    """
     results: dict[str, Row] = {}
     for number, case in enumerate(todo):
         say(f"[{number + 1}/{len(todo)}] {case}")
+        if not case.tflops and "whole" in case.modes:
+            rates, _ = calibrated(case.heads, case.kv_heads)
         result = results[str(case)] = run_case(case, rates) | stamp(rates)
         say(table(result))
         if not result["right"]:

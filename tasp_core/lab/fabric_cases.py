@@ -12,7 +12,7 @@ from ..topology import Machine, machine
 from .devices import CALL_S, CORE_TFLOPS
 from .lengths import row_lengths
 from .passes import MODES, Mode
-from .wiring import emulated
+from .wiring import PROCESSOR, emulated
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Case:
         return asdict(self) | {"lengths": list(self.lengths), "ranks": self.on().ranks}
 
     def device(self) -> dict[str, Any]:
-        """What the simulator knows of emulated devices; nothing where there are none."""
+        """What the simulator knows of emulated devices, which messages leave alone; else nothing."""
         rates = {"tflops": self.tflops, "backward_tflops": self.tflops, "kernel_s": CALL_S}
-        return rates if self.tflops else {}
+        return rates | dict.fromkeys(PROCESSOR, 0.0) if self.tflops else {}
 
     def with_ccr(self, ccr: float) -> Case:
         """The case on devices that compute `ccr` times as long as Ring's messages keep a link busy."""

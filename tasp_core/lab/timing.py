@@ -31,6 +31,10 @@ class Bench:
     def __post_init__(self) -> None:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 
+    def slowest(self, seconds: float) -> float:
+        """The slowest rank's time, on all ranks."""
+        return self._agreed(seconds, dist.ReduceOp.MAX)
+
     def _agreed(self, seconds: float, how: dist.ReduceOp.RedOpType) -> float:
         value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         dist.all_reduce(value, how, group=self.group)
@@ -45,7 +49,7 @@ class Bench:
             torch.cuda.synchronize()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         self.busy_s = self._agreed(busy, dist.ReduceOp.SUM) / self.ranks
-        return self._agreed(seconds, dist.ReduceOp.MAX)
+        return self.slowest(seconds)
 
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
         """All transfers at once, each in so many messages."""
@@ -73,15 +77,13 @@ class Bench:
         self.samples[f"{name}, {nbytes} bytes"] = found
         return nbytes / float(np.median(found)) / 1e9
 
-    def steps(self, name: str, pairs: Pairs, nbytes: int, messages: int) -> np.ndarray:
-        """Seconds, and a rank's processor time, of a step of that many messages on each way."""
+    def steps(self, name: str, pairs: Pairs, nbytes: int, messages: int) -> float:
+        """Seconds a step of that many messages on each way takes, one step after another."""
 
         def steps() -> None:
             for _ in range(ROUNDS):
                 self.send(pairs, nbytes, messages)
 
-        found = [(self.timed(steps), self.busy_s) for _ in range(self.repeats + 1)][1:]
-        seconds, busy = np.array(found).T / ROUNDS
-        name = f"{name}, {nbytes} bytes in {messages} messages a step"
-        self.samples |= {name: seconds.tolist(), f"processor, {name}": busy.tolist()}
-        return np.median([seconds, busy], axis=1)
+        found = [self.timed(steps) / ROUNDS for _ in range(self.repeats + 1)][1:]
+        self.samples[f"{name}, {nbytes} bytes in {messages} messages a step"] = found
+        return float(np.median(found))

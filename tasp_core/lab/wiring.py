@@ -22,7 +22,8 @@ from ..topology import Machine
 
 MOST_RANKS = 250  # addresses are 10.77.0.1 and up
 RATES = ("link_gbps", "port_gbps", "host_gbps", "nic_gbps")
-KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps", "message_s")
+PROCESSOR = ("message_cpu_s", "copy_gbps", "ranks_a_core")
+KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps", "message_s", *PROCESSOR)
 
 
 class Wire(NamedTuple):
