@@ -66,7 +66,7 @@ bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
 	@mkdir -p results
 	$(PY) -m tasp_core bench overhead --out results/overhead.json
 
-fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (10 minutes, Linux): results/fabric.json
+fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (20 minutes, Linux): results/fabric.json
 	@mkdir -p results
 	@why=$$($(PY) -c 'from tasp_core.lab.fabric import missing; print(missing() and missing(rootless=True))'); \
 	if [ -n "$$why" ]; then echo "SKIPPED: $$why"; else \
