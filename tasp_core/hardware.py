@@ -56,7 +56,7 @@ class Machine:
         all_gather: how the library's all-gather runs: one "ring" in rank order (Gloo), or "direct".
         message_cpu_s, copy_gbps: what a message and its bytes cost, at either end, of the processor
             that computes, too; 0: nothing, as on GPUs.
-        ranks_a_core: ranks that share a core, where all rates are of all ranks at once; 0: none do.
+        ranks_a_core: ranks that share a core of one host, all rates being of all at once; 0: none do.
     """
 
     name: str

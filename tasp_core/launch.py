@@ -49,12 +49,14 @@ def _loopback() -> str | None:
 
 
 def _share_cores() -> None:
-    """Let ranks that share cores finish their turns.
+    """Let ranks that share cores finish their turns, unless the user has set another policy.
 
-    A rank stopped in the midst of sending keeps its connection locked, and gloo's own thread spins on it.
+    A rank stopped in the midst of sending, by one that wakes up, keeps its connection locked, and
+    gloo's own thread spins on it.
     """
     with suppress(AttributeError, OSError):  # macOS has none, a sandbox may refuse
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, args: tuple[Any, ...],

@@ -257,9 +257,10 @@ def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: b
     """Seconds of plain attention, all of it on one rank."""
     plain = make_plan(docs, 1, schedule="ring", layout="contiguous")
     one = Machine("one", 1, **{k: getattr(machine, k) for k in KERNEL})
-    return sum(
+    seconds = (
         simulate(plain, one, **sizes, backward=b).total_s for b in (False, True)[: 1 + backward]
     )
+    return sum(seconds) / max(1.0, machine.ranks_a_core)
 
 
 KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps")

@@ -78,8 +78,8 @@ def simulate(
     posted = _by_end(traffic, traffic.messages, plan.ranks, steps)
     most = [posted[end, traffic.step] for end in (traffic.src, traffic.dst)]
     lasts = charged.seconds + machine.latency_s + machine.message_s * np.maximum(*most)
-    copied = posted * machine.message_cpu_s
-    if machine.copy_gbps:
+    copied = posted * (0.0 if packed else machine.message_cpu_s)
+    if machine.copy_gbps and not packed:
         copied += _by_end(traffic, traffic.nbytes, plan.ranks, steps) / (machine.copy_gbps * 1e9)
     if alike:
         busy, copied = busy[:1], copied[:1]
@@ -87,16 +87,16 @@ def simulate(
     whole_s = turns_s + float(together.seconds.max()) if len(together.seconds) else 0.0
     heads_s, head_bytes = ulysses(plan, machine, sizes, backward)
     run = _Run(traffic, lasts, copied, whole_s, packed, overlap)
-    compute, comm = run.times(busy)
-    alone = run.times(np.zeros_like(busy))[1]
+    compute, comm, total_s = run.times(busy)
+    comm_s = run.times(np.zeros_like(busy))[2]
     shape = (plan.ranks, steps, 2)
     return Timeline(
         title=f"{plan.summary()}\non {machine.name}, {'backward' if backward else 'forward'}"
         + ("" if machine.tflops else "; its kernel rate is unknown, so computing takes no time"),
         compute=np.broadcast_to(compute + heads_s[0], shape),
         comm=np.broadcast_to(comm + heads_s[0], shape),
-        total_s=float(max(compute.max(), comm.max())) + sum(heads_s),
-        comm_s=float(alone.max()) + sum(heads_s),
+        total_s=total_s + sum(heads_s),
+        comm_s=comm_s + sum(heads_s),
         compute_s=float(busy.sum(axis=1).max()),
         link_bytes=sum_bytes(
             _everywhere(machine, traffic_of(plan, sent, sizes, backward))
@@ -164,7 +164,8 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
         gbytes = heads * row * (2 if backward else 1) / 1e9
         result += work.rows * (gbytes / machine.memory_gbps)
     if machine.ranks_a_core:
-        return np.maximum(np.minimum(result, result.mean(axis=0)), result / machine.ranks_a_core)
+        alone = result / max(1.0, machine.ranks_a_core)
+        return np.maximum(np.minimum(result, result.mean(axis=0)), alone)
     return result
 
 
@@ -179,8 +180,8 @@ class _Run:
     together: bool  # every step is one collective
     overlap: bool
 
-    def times(self, busy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(begin, end) of computing and of communication, by rank and step."""
+    def times(self, busy: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        """(begin, end) of computing and of communication, by rank and step; when all is done."""
         ranks, steps = busy.shape
         compute, comm = np.zeros((2, ranks, steps, 2))
         ready = np.zeros(ranks)
@@ -198,11 +199,11 @@ class _Run:
             if t == 0 and self.gather_s:
                 arrived[:] = ready.max() + self.gather_s
             begin = ready if self.overlap else arrived
-            computed = begin + busy[:, t] + (self.copied[:, t] if self.overlap else 0)
+            computed = begin + busy[:, t]
             compute[:, t, 0], compute[:, t, 1] = begin, computed
             comm[:, t, 0], comm[:, t, 1] = ready, arrived
-            ready = np.maximum(arrived, computed)
-        return compute, comm
+            ready = np.maximum(arrived, computed + self.copied[:, t] * self.overlap)
+        return compute, comm, float(ready.max())
 
 
 def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:

@@ -23,7 +23,7 @@ from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
 from tasp_core.lab.measure import Inputs, Judge, run_rank
 from tasp_core.lab.passes import Pass, held
 from tasp_core.lower import lower
-from tasp_core.parcels import parcels
+from tasp_core.parcels import parcels, put_rows, take_rows
 from tasp_core.transport import Exchange
 from visualize.curves import PUBLISHED, curves, gains
 
@@ -150,6 +150,19 @@ def test_bundled_or_not_gives_the_same_bits(monkeypatch):
     for (a, some), (b, many) in zip(packed, single, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert sum(some) < sum(many)
+
+
+@pytest.mark.parametrize("dims", [(2, 8), (1, 6), (3, 3), (1, 1)])  # 16-byte rows, and others
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_parts_land_where_they_belong(dims, dtype):
+    _, programs = kv_step()
+    m = next(m for m in programs[0].steps[1].sends if len(m.ranges) > 1)
+    buffer = torch.zeros(1000, *dims, dtype=dtype)
+    rows = torch.arange(m.count * buffer[0].numel()).view(m.count, *dims).to(dtype)
+    put_rows([m], rows, {"kv": buffer})
+    assert torch.equal(take_rows([m], {"kv": buffer}), rows)
+    assert torch.equal(torch.cat([buffer[low : low + n] for low, n in m.ranges]), rows)
+    assert int((buffer != 0).any(dim=(1, 2)).sum()) <= m.count
 
 
 # ---- results

@@ -20,12 +20,14 @@ import tasp_core as tasp
 from tasp_core.errors import FabricError, TopologyError
 from tasp_core.hardware import Machine
 from tasp_core.lab import fabric
-from tasp_core.lab.calibrate import Bench, calibrate, network
+from tasp_core.lab.calibrate import calibrate, network
 from tasp_core.lab.fabric import Fabric
 from tasp_core.lab.fabric_bench import run_case
 from tasp_core.lab.fabric_cases import FULL, Case
 from tasp_core.lab.measure import Inputs, Judge
+from tasp_core.lab.pass_rates import processor
 from tasp_core.lab.passes import Pass, held, in_turn, slowest
+from tasp_core.lab.timing import Bench
 from tasp_core.lab.wiring import emulated, wiring
 from tasp_core.launch import RankError
 
@@ -188,10 +190,45 @@ def test_a_calibrated_machine_is_a_machine_file(tmp_path):
     on, samples = tasp.launch(measured, 2, timeout_s=60.0)[0]
     (tmp_path / "m.json").write_text(on.to_json())
     assert tasp.machine(tmp_path / "m.json") == on
-    assert on.tflops > 0
+    assert min(on.tflops, on.backward_tflops, on.link_gbps) > 0
     assert all(min(values) > 0 for values in samples.values())
     with pytest.raises(RankError, match="nodes of 2"):
         tasp.launch(lambda rank, group: calibrate(group, node_size=2), 3)
+
+
+def test_messages_cost_what_ranks_compute_with_where_they_share_cores():
+    def measured(rank, group, cores):
+        os.sched_getaffinity = lambda _: set(range(cores))
+        bench = Bench(group, torch.device("cpu"), repeats=1)
+        return processor(bench, 0.05), len(bench.samples)
+
+    shared, samples = tasp.launch(measured, 4, 2, timeout_s=60.0)[0]
+    assert shared["ranks_a_core"] == 2.0
+    assert 1e-6 < shared["message_cpu_s"] < 0.1
+    assert samples == 2
+    assert tasp.launch(measured, 4, 5, timeout_s=60.0)[0] == ({}, 0)  # a core for messages is left
+
+
+def _long_and_short(rank, group):
+    """Rank 0 sends a long message to rank 2, then a short one to rank 3; when each has arrived."""
+    rows = {0: 1 << 20, 2: 1 << 20, 3: 1 << 16}.get(rank, 0)
+    data = torch.empty(rows, dtype=torch.uint8)
+    work = dist.irecv(data, 0, group=group) if rank > 1 else None
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    works = [work] if work else []
+    for n, to in ((1 << 20, 2), (1 << 16, 3)) if rank == 0 else ():
+        works.append(dist.isend(data[:n], to, group=group))
+    for one in works:
+        one.wait()
+    return time.perf_counter() - start
+
+
+@built
+def test_at_a_nic_a_short_message_does_not_wait_for_a_long_one():
+    with Fabric(emulated(tasp.machine("mesh2x2"), link_mbit=64.0)) as net:
+        _, _, long, short = net.launch(_long_and_short, timeout_s=60.0)
+    assert short < 0.4 * long  # in one queue it would take as long
 
 
 # ---- nothing is left

@@ -90,6 +90,8 @@ def test_of_ranks_that_share_cores_the_busy_get_what_the_idle_leave():
     alone = run(p).compute_s
     shared = run(p, replace(own, ranks_a_core=4.0)).compute_s
     assert shared == pytest.approx(alone * 4 / 7, rel=1e-2)  # all cores stay busy to the end
+    threads = run(p, replace(own, ranks_a_core=0.25)).compute_s  # each rank has several cores
+    assert threads == pytest.approx(alone)
     few = run(p, replace(own, ranks_a_core=1.25)).compute_s
     assert few == pytest.approx(alone * (0.5 + 3 / 1.25) / 3.5, rel=1e-2)  # one core at most
 

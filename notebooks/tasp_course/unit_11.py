@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.calibrate import Bench
 from tasp_core.lab.measure import Inputs
+from tasp_core.lab.timing import Bench
 from visualize import Figure
 from visualize.curves import Curve, plot
 from visualize.timeline import seconds as shown

@@ -68,9 +68,9 @@ def network(bench: Bench, node_size: int) -> dict[str, Any]:
     return found
 
 
-def messages(bench: Bench, node_size: int) -> dict[str, float]:
+def messages(bench: Bench) -> dict[str, float]:
     """latency_s and message_s: what a step costs besides its bytes, and what each message posted adds;
-    message_cpu_s and copy_gbps: what messages take of the cores that compute.
+    what `processor` finds.
 
     The step's messages keep the ways busy for several times what tiny ones take: what goes on beside
     the bytes (a queue drained, the next message on its way) is no cost. The bytes' own time is taken
@@ -84,7 +84,7 @@ def messages(bench: Bench, node_size: int) -> dict[str, float]:
     one, many = (bench.steps(name, ways, nbytes, k) for k in (1, 17))
     posted = max(0.0, (many - one) / 32)  # 16 more sent and 16 more received
     latency = max(0.0, one - nbytes / gbps / 1e9 - 2 * posted)
-    return {"latency_s": latency, "message_s": posted} | processor(bench, node_size, gbps)
+    return {"latency_s": latency, "message_s": posted} | processor(bench, gbps)
 
 
 def calibrate(
@@ -106,7 +106,7 @@ def calibrate(
             f"calibrate needs 2 or more ranks in nodes of one size, got {bench.ranks} ranks in "
             f"nodes of {node_size}"
         )
-    fields = network(bench, node_size) | messages(bench, node_size) | kernels(bench, **sizes)
+    fields = network(bench, node_size) | messages(bench) | kernels(bench, **sizes)
     backend = dist.get_backend(bench.group)
     machine = Machine(
         name, node_size, bench.ranks // node_size, source=f"measured over {backend}",

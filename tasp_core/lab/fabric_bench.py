@@ -98,7 +98,7 @@ def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
 
 def _rates(rank: int, group: Any, heads: int, kv_heads: int) -> tuple[dict[str, Any], Samples]:
     bench = Bench(group, torch.device("cpu"))
-    found = messages(bench, bench.ranks)
+    found = messages(bench)
     found |= kernels(bench, heads=heads, kv_heads=kv_heads, lengths=LENGTHS)
     return found, bench.samples
 
@@ -119,9 +119,11 @@ def _measured(
     results: dict[str, Row] = {}
     for number, case in enumerate(todo):
         say(f"[{number + 1}/{len(todo)}] {case}")
+        own: dict[str, Any] = rates
+        samples: Samples = {}
         if not case.tflops and "whole" in case.modes:
-            rates, _ = calibrated(case.heads, case.kv_heads)
-        result = results[str(case)] = run_case(case, rates) | stamp(rates)
+            own, samples = calibrated(case.heads, case.kv_heads)
+        result = results[str(case)] = run_case(case, own) | stamp(own) | {"calibration": samples}
         say(table(result))
         if not result["right"]:
             break

@@ -65,9 +65,9 @@ class Case:
         return asdict(self) | {"lengths": list(self.lengths), "ranks": self.on().ranks}
 
     def device(self) -> dict[str, Any]:
-        """What the simulator knows of emulated devices, which messages leave alone; else nothing."""
+        """What the simulator knows of emulated devices, if any: messages and merges go on beside them."""
         rates = {"tflops": self.tflops, "backward_tflops": self.tflops, "kernel_s": CALL_S}
-        return rates | dict.fromkeys(PROCESSOR, 0.0) if self.tflops else {}
+        return rates | dict.fromkeys(("memory_gbps", *PROCESSOR), 0.0) if self.tflops else {}
 
     def with_ccr(self, ccr: float) -> Case:
         """The case on devices that compute `ccr` times as long as Ring's messages keep a link busy."""

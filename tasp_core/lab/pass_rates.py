@@ -6,7 +6,9 @@ Measured on passes, not on kernels and messages alone: what the executor adds is
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +16,18 @@ import torch.distributed as dist
 
 from ..documents import Documents
 from ..formulas import BACKWARD, FORWARD
+from ..lower import lower
 from ..plan import plan
 from .measure import Inputs
 from .passes import DIRECTIONS, Pass
 from .timing import Bench
 
-LENGTHS = (256, 512, 1024, 2048)
-BUSY_S = 0.1  # how long a pass's messages keep links busy
+LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (4096, 8192, 16384, 32768)}
+BUSY_S, MOST_TOKENS = (
+    0.1,
+    1 << 14,
+)  # how long a pass's messages keep links busy, unless that is too many
+TOKEN_BYTES = 4096
 
 
 def _pass(bench: Bench, tokens: int, heads: tuple[int, int, int], schedule: str, kernel: str,
@@ -28,7 +35,9 @@ def _pass(bench: Bench, tokens: int, heads: tuple[int, int, int], schedule: str,
     """A pass of a full mask over as many tokens on each rank."""
     docs = Documents.of([tokens * bench.ranks], causal=False)
     one = plan(docs, bench.ranks, schedule=schedule, layout="contiguous")
-    inputs = Inputs.random(docs.total, *heads, dtype=dtype).to(bench.device)
+    like = torch.ones(1, 1, 1, dtype=dtype, device=bench.device)
+    q, kv, dim = heads
+    inputs = Inputs(*(like.expand(docs.total, n, dim) for n in (q, kv, kv, q)))
 
     def meet() -> None:
         dist.barrier(group=bench.group)
@@ -38,10 +47,11 @@ def _pass(bench: Bench, tokens: int, heads: tuple[int, int, int], schedule: str,
 
 def kernels(
     bench: Bench, *, heads: int = 8, kv_heads: int = 8, head_dim: int = 64,
-    dtype: torch.dtype = torch.float32, lengths: Sequence[int] = LENGTHS, kernel: str = "auto",
+    dtype: torch.dtype = torch.float32, lengths: Sequence[int] = (), kernel: str = "auto",
 ) -> dict[str, float]:  # fmt: skip
     """tflops, backward_tflops, kernel_s and memory_gbps, from calls of several lengths."""
     seconds = []
+    lengths = lengths or LENGTHS[bench.device.type]
     for tokens in lengths:
         one = _pass(bench, tokens, (heads, kv_heads, head_dim), "ring", kernel, dtype)
         found = np.array([
@@ -54,8 +64,9 @@ def kernels(
     forward, backward = np.array(seconds).T
     rows = np.array(lengths, dtype=float)
     work = rows**2 * heads * head_dim / 1e12
-    # as `simulate` counts them: queries are read, a part is written and merged
-    gbytes = rows * heads * head_dim * (3 * dtype.itemsize + 2 * max(4, dtype.itemsize)) / 1e9
+    # as `simulate` counts them: queries are read, a part is written, from the second call on merged
+    item, wide, n = dtype.itemsize, max(4, dtype.itemsize), bench.ranks
+    gbytes = rows * heads * head_dim * (2 * item + (n - 1) / n * (item + 2 * wide)) / 1e9
     each, gbyte_s, call_s = _fit([work, gbytes, np.ones_like(rows)], forward)
     rest = backward - 2 * gbytes * gbyte_s - call_s
     back = float(np.mean(np.where(rest > 0, rest, backward) / work))
@@ -92,40 +103,56 @@ def _fit(columns: Sequence[np.ndarray], seconds: np.ndarray) -> list[float]:
     return factors
 
 
-def processor(bench: Bench, node_size: int, gbps: float) -> dict[str, float]:
+def processor(bench: Bench, gbps: float) -> dict[str, float]:
     """message_cpu_s and copy_gbps: what passes' messages take of the cores that compute; ranks_a_core.
+
+    Nothing where messages have cores of their own. A pass's fixed cost counts as its messages'.
 
     Args:
         gbps: of a way between two ranks.
     """
-    crowd, n = _ranks_a_core(bench, node_size), bench.ranks
-    few, many = n - 1, max(2 * (n - 1), int(BUSY_S * gbps * 1e9 / 4096))  # tokens of 4 KB
-    busy = []
-    for tokens in (few, many) if crowd else ():
-        one = _pass(bench, tokens, (8, 8, 64), "tasp", "auto", torch.float32)
-        found = []
-        for _ in range(bench.repeats + 1):
-            bench.timed(lambda one=one: one.run("communication", backward=False))  # type: ignore[misc]
-            found.append(bench.busy_s)
-        bench.samples[f"processor, a pass of messages, {tokens} tokens"] = found[1:]
-        busy.append(float(np.median(found[1:])))
+    crowd = _ranks_a_core(bench)
     if not crowd:
         return {}
-    ends = 2 * (n - 1)  # messages of a step, and shards of a pass, sent and received
-    copied = max(0.0, busy[1] - busy[0]) / (ends * (many - few) * 4096)
+
+    def a_pass(tokens: int) -> Pass:
+        return _pass(bench, tokens, (8, 8, 64), "tasp", "auto", torch.float32)
+
+    def busy_s(one: Pass) -> float:
+        found = []
+        for _ in range(bench.repeats + 1):
+            bench.timed(lambda: one.run("communication", backward=False))
+            found.append(bench.busy_s)
+        name = f"processor, a pass of messages, {one.plan.num_tokens(0)} tokens"
+        bench.samples[name] = found[1:]
+        return float(np.median(found[1:]))
+
+    few = a_pass(1).plan.schedule.num_shares  # a token a message
+    many = min(MOST_TOKENS, max(2 * few, int(BUSY_S * gbps * 1e9 / TOKEN_BYTES)))
+    short, long = a_pass(few), a_pass(many)
+    steps = lower(short.plan, bench.rank).steps
+    ends = sum(len(step.sends) + len(step.recvs) for step in steps)
+    least = busy_s(short)
+    copied = max(0.0, busy_s(long) - least) / (2 * (bench.ranks - 1) * (many - few) * TOKEN_BYTES)
     return {
-        "message_cpu_s": crowd * busy[0] / (ends * (n - 1)),
+        "message_cpu_s": crowd * least / ends,
         "copy_gbps": 1e-9 / (crowd * copied) if copied else 0.0,
         "ranks_a_core": crowd,
     }  # fmt: skip
 
 
-def _ranks_a_core(bench: Bench, node_size: int) -> float:
-    """How many ranks share a core that all their kernels keep busy; 0 where messages have cores left."""
+def _ranks_a_core(bench: Bench) -> float:
+    """How many ranks of the first rank's host share a core that all their kernels keep busy.
+
+    0 where messages have cores left, and on GPUs.
+    """
     if bench.device.type != "cpu":
         return 0.0
-    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    found: list[list[int]] = [[] for _ in range(bench.ranks)]
-    dist.all_gather_object(found, own or list(range(os.cpu_count() or 1)), group=bench.group)
-    cores = len(set().union(*found[:node_size]))
-    return node_size / cores if node_size * torch.get_num_threads() >= cores else 0.0
+    many = range(os.cpu_count() or 1)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else many
+    found: list[Any] = [None] * bench.ranks
+    own = (socket.gethostname(), sorted(cores), torch.get_num_threads())
+    dist.all_gather_object(found, own, group=bench.group)
+    mates = [x for x in found if x[0] == found[0][0]]
+    shared = len(set().union(*(x[1] for x in mates)))
+    return len(mates) / shared if sum(x[2] for x in mates) >= shared else 0.0
