@@ -135,7 +135,7 @@ def test_the_emulated_links_are_the_result_file():
     assert f"(goal 85), {100 * at_50:.0f} % at 50" in text
     assert f"{100 * cores[0]:.0f} % and {100 * cores[1]:.0f} %. The simulator" in text
     assert (
-        f"{100 * goals['prediction against measurement, a device a rank, median']:.0f} % off"
+        f"{100 * goals['prediction against measurement, a device a rank, median']:.1f} % off"
         in text
     )
     for where, said in (
