@@ -1,13 +1,13 @@
 """A device of its own for each rank: kernels that take time and no processor, as on a GPU.
 
-Where several ranks share a few cores, their kernels and their messages contend for them, which no
-rank with a GPU knows. A `Device` does each call with the CPU's kernel the first time it is asked for
-it, remembers the result, and from then on gives it back at once and is busy as long as its rate says. As
-on a stream, a call begins when the step before is done and its messages are there, not when the host
-comes round to launching it, and messages wait for it (`finish`). So what is
-first held against the oracle is computed and sent for real, and what is timed then has real messages
-and real merges, and computation that lasts as long as asked for. A call is known by itself: give all
-passes of one plan the same tensors.
+Where several ranks share a few cores, their kernels and their messages contend for them, which no rank
+with a GPU knows. A `Device` does each call with the CPU's kernel the first time it is asked for it,
+remembers the result, and from then on gives it back at once and is busy as long as its rate says. As on
+a stream, a call begins when the step before is done and its messages are there, not when the host comes
+round to launching it, and messages wait for it (`finish`). So what is first held against the oracle is
+computed and sent for real, and what is timed then has real messages, real merges (beside the device,
+not on it), and computation that lasts as long as asked for. A call is known by itself: give all passes
+of one plan the same tensors.
 """
 
 from __future__ import annotations
