@@ -39,8 +39,7 @@ class Machine:
 
     Attributes:
         name, source: what to call it, and where the figures come from.
-        node_size: ranks a node, m; of unequal nodes a number that divides each.
-        num_nodes: nodes of `node_size` ranks, u.
+        node_size, num_nodes: ranks a node, m (of unequal nodes a number that divides each); nodes, u.
         link_gbps: capacity of each ordered pair inside a node (full mesh); 0: no such links.
         port_gbps: capacity of each rank's in- and out-port inside a node; 0: not limited by ports.
         nic_gbps: capacity of each rank's (or each shared) way out of, and into, its node.
@@ -57,6 +56,7 @@ class Machine:
         message_cpu_s, copy_gbps: what a message and its bytes cost, at either end, of the processor
             that computes, too; 0: nothing, as on GPUs.
         ranks_a_core: ranks that share a core of one host, all rates being of all at once; 0: none do.
+        burst_bytes: what a resource carries at once after a pause (token buckets); 0: nothing.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Machine:
     message_cpu_s: float = 0.0
     copy_gbps: float = 0.0
     ranks_a_core: float = 0.0
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("node_size", "num_nodes"):
@@ -115,10 +116,8 @@ class Machine:
 
     def _read_tables(self) -> None:
         """Nodes, buses and overrides as tuples, whatever lists a file or a caller gave."""
-        given = self.overrides
-        pairs = given.items() if isinstance(given, Mapping) else given
         try:
-            overrides = tuple(sorted((str(name), rate) for name, rate in pairs))
+            overrides = tuple(sorted((str(k), v) for k, v in dict(self.overrides).items()))
             buses = tuple(Bus(str(n), gbps, tuple(a), tuple(b)) for n, gbps, a, b in self.buses)
         except (TypeError, ValueError) as error:
             raise self._error(f"cannot read overrides or buses: {error}") from None
@@ -178,7 +177,7 @@ class Machine:
             good = good and (kind[0] != "n" or self._nic(ranks[0]) == ranks[0])
         else:
             nodes = range(len(self._sizes))
-            good = name in {f"bus {bus.name} {k}" for bus in self.buses for k in nodes}
+            good = name in {f"bus {b.name} {k}" for b in self.buses for k in nodes}
         if not good:
             raise self._error(f"override of {name!r}, which is no resource of it")
 

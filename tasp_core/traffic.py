@@ -121,6 +121,15 @@ class Charge(NamedTuple):
     link_bytes: dict[str, float]
 
 
+def _forgiven(busy: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Seconds by step and resource, less those saved up, at most so many, in steps that others ruled."""
+    saved, left = np.zeros(busy.shape[1]), np.empty_like(busy)
+    for t, need in enumerate(busy):
+        left[t] = np.maximum(0, need - saved)
+        saved = np.minimum(most, saved - need + left[t].max(initial=0))
+    return left
+
+
 def charge(machine: Machine, traffic: Traffic) -> Charge:
     """All rows of a step share their resources fairly: each takes as long as its busiest resource."""
     n = machine.ranks
@@ -140,8 +149,11 @@ def charge(machine: Machine, traffic: Traffic) -> Charge:
     for k in range(width):
         key = traffic.step * (spare + 1) + used[:, k]
         load += np.bincount(key, weights=traffic.nbytes, minlength=len(load))
+    loads = load.reshape(-1, spare + 1)
+    busy = loads / capacity
+    if machine.burst_bytes:
+        busy = _forgiven(busy, machine.burst_bytes / capacity)
     for k in range(width):
-        key = traffic.step * (spare + 1) + used[:, k]
-        np.maximum(seconds, load[key] / capacity[used[:, k]], out=seconds)
-    total = load.reshape(-1, spare + 1).sum(axis=0)
+        np.maximum(seconds, busy[traffic.step, used[:, k]], out=seconds)
+    total = loads.sum(axis=0)
     return Charge(seconds, dict(zip(numbers, total.tolist(), strict=False)))

@@ -139,7 +139,7 @@ def test_the_emulated_links_are_the_result_file():
         in text
     )
     for where, said in (
-        ("a device a rank", "{} % at worst (SAP"),
+        ("a device a rank", "in the median, {} % at worst"),
         ("ranks share cores", "on cores, {} % at worst"),
     ):
         worst = goals[f"prediction against measurement, {where}, worst"]

@@ -17,6 +17,7 @@ from tasp_core import (
     simulate,
     supports,
 )  # fmt: skip
+from tasp_core.traffic import Traffic, charge
 
 QUICK = {"latency_s": 0.0, "message_s": 0.0, "tflops": 0.0}
 
@@ -82,6 +83,17 @@ def test_messages_take_of_the_processor_that_computes():
     slow = replace(host, link_gbps=kv / 1e9, **rates)  # 1 s a step: the processor waits
     last = t.compute_s / 4  # of what has come in the last step
     assert run(full(tokens, 4, "ring", slow)).total_s == pytest.approx(3 + last, rel=1e-6)
+
+
+def test_a_token_bucket_forgives_what_a_resource_has_saved_up():
+    """Rank 0 sends 2 MB, then rank 1 sends 1 MB, of which its link has saved up 0.5."""
+    where = replace(machine("mesh3"), **QUICK, link_gbps=1.0, burst_bytes=5e5)
+    steps = np.array([0, 1])
+    traffic = Traffic(steps, np.array([0, 1]), np.array([1, 2]), np.array([2e6, 1e6]), steps + 1)
+    assert charge(where, traffic).seconds.tolist() == pytest.approx([2e-3, 0.5e-3])
+    assert charge(replace(where, burst_bytes=0.0), traffic).seconds.tolist() == [2e-3, 1e-3]
+    same = traffic._replace(src=np.zeros(2, dtype=int), dst=np.ones(2, dtype=int))  # no pause
+    assert charge(where, same).seconds.tolist() == pytest.approx([2e-3, 1e-3])
 
 
 def test_of_ranks_that_share_cores_the_busy_get_what_the_idle_leave():

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import TopologyError
 from ..topology import Machine
+from .shaping import LEAST_BURST
 
 MOST_RANKS = 250  # addresses are 10.77.0.1 and up
 RATES = ("link_gbps", "port_gbps", "host_gbps", "nic_gbps")
@@ -72,6 +73,7 @@ def emulated(machine: Machine, *, link_mbit: float) -> Machine:
         name=f"{machine.name}@{link_mbit:g}Mbit",
         source=f"{machine.name} with all rates x {factor:.3g}",
         overrides=tuple((name, rate * factor) for name, rate in machine.overrides),
+        burst_bytes=float(LEAST_BURST),
         buses=tuple(bus._replace(gbps=bus.gbps * factor) for bus in machine.buses),
         **changed,
     )

@@ -168,7 +168,8 @@ def _wires(machine: Machine) -> str:
     bare = replace(Machine("", 1), nic_gbps=0.0)
     keep = {k: v for k, v in asdict(machine).items() if v != getattr(bare, k)}
     for key in ("name", "source", "latency_s", "message_s", "tflops", "backward_tflops", "kernel_s",
-                "memory_gbps", "all_gather", "message_cpu_s", "copy_gbps", "ranks_a_core"):  # fmt: skip
+                "memory_gbps", "all_gather", "message_cpu_s", "copy_gbps", "ranks_a_core",
+                "burst_bytes"):  # fmt: skip
         keep.pop(key, None)
     return json.dumps({"name": "", "node_size": 1, **keep}, sort_keys=True)
 
