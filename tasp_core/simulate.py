@@ -5,7 +5,7 @@ in the step before, and goes on when both are done; nothing else makes ranks wai
 
     a message     starts when both its ranks have reached the step, takes latency_s + message_s for
                   each message its busier end posts + the time of its busiest resource, on which
-                  all bytes of the step share alike, less what its token bucket has saved up
+                  all bytes of the step share alike, less what its token bucket has saved up;
                   it also takes message_cpu_s + bytes / copy_gbps of the processor at both ends
     a computation 4 (backward 10) x pairs x head dim x heads / kernel rate + kernel_s a call
                   + rows read, merged and written / memory_gbps, beside the step's messages' processor

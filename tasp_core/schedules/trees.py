@@ -14,7 +14,7 @@ Source: packing of spanning trees (Edmonds 1973); the greedy is this project's o
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -164,13 +164,13 @@ def tree_options(machine: Machine, options: dict[str, Any] | None = None) -> dic
     return given
 
 
+WIRES = ("node_size", "num_nodes", "link_gbps", "port_gbps", "nic_gbps", "host_gbps", "nics", "nodes",
+         "buses", "overrides")  # fmt: skip
+
+
 def _wires(machine: Machine) -> str:
-    bare = replace(Machine("", 1), nic_gbps=0.0)
-    keep = {k: v for k, v in asdict(machine).items() if v != getattr(bare, k)}
-    for key in ("name", "source", "latency_s", "message_s", "tflops", "backward_tflops", "kernel_s",
-                "memory_gbps", "all_gather", "message_cpu_s", "copy_gbps", "ranks_a_core",
-                "burst_bytes"):  # fmt: skip
-        keep.pop(key, None)
+    bare = Machine("", 1)
+    keep = {k: v for k, v in asdict(machine).items() if k in WIRES and v != getattr(bare, k)}
     return json.dumps({"name": "", "node_size": 1, **keep}, sort_keys=True)
 
 
