@@ -8,6 +8,7 @@ Does not cover: dropout, biases, key/value caches. This file imports torch only 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def attention(
     return_lse: bool = False,
     grad_comm_dtype: torch.dtype | None = None,
     keep_kv: bool = False,
+    tokens: Tensor | None = None,
 ) -> Any:
     """Attention of a packed row whose tokens are spread over the ranks of `group` by `plan`.
 
@@ -68,87 +70,158 @@ def attention(
     run = recompute.opaque() if torch.compiler.is_compiling() else recompute.once
     return run(
         _attention, q, k, v, plan, group, scale, kernel,
-        return_lse=return_lse, grad_comm_dtype=grad_comm_dtype, keep_kv=keep_kv,
+        return_lse=return_lse, grad_comm_dtype=grad_comm_dtype, keep_kv=keep_kv, tokens=tokens,
     )  # fmt: skip
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Any, scale: float | None, kernel: str, *,
-    return_lse: bool, grad_comm_dtype: torch.dtype | None, keep_kv: bool,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    group: Any,
+    scale: float | None,
+    kernel: str | Kernel,
+    *,
+    return_lse: bool,
+    grad_comm_dtype: torch.dtype | None,
+    keep_kv: bool,
+    tokens: Tensor | None,
+) -> Any:
     """`attention` itself."""
+    import torch
     import torch.distributed as dist
 
     from .execute import Attention, Context
-    from .transport import Exchange
-    from .ulysses import around
+    from .kernels import resolve
+    from .transport import Exchange, carriage_error
 
+    q, k, v = _autocast(q, k, v)
     exchange = None
     ranks = getattr(plan, "ranks", 0)
     if group is not None or (dist.is_available() and dist.is_initialized() and ranks != 1):
-        exchange = Exchange(group)
-    rank = exchange.rank if exchange else 0
-    error = _complaint(q, k, v, plan, rank, exchange.ranks if exchange else 1, kernel)
-    error = error or _option_complaint(scale, grad_comm_dtype)
-    if exchange and exchange.ranks > 1:
-        _agree(
-            exchange,
-            {"error": error}
-            if error
-            else _note(q, k, v, plan, scale, grad_comm_dtype) | {"keep_kv": str(bool(keep_kv))},
+        device = q.device if isinstance(q, torch.Tensor) else None
+        exchange = Exchange(group, _members(plan, group), device)
+    rank = exchange.own if exchange else 0
+    error = _complaint(q, k, v, plan, rank, exchange.world if exchange else 1, kernel)
+    error = error or _option_complaint(scale, grad_comm_dtype) or _order_error(tokens, plan, rank)
+    note: dict[str, str] = {}
+    if exchange and exchange.world > 1:
+        error = error or carriage_error(exchange.group, q.device)
+        if not error:
+            note = _note(q, k, v, plan, scale, grad_comm_dtype)
+            note |= {"keep_kv": str(bool(keep_kv)), "gradients": str(_differentiates(q, k, v))}
+        call = exchange.handshake(
+            {"error": error} if error else note | {"pass": "the forward pass"}
         )
+        note["pass"] = f"the backward pass of call {call}"
     if error:
         raise PlanError(f"rank {rank}: {error}")
-    from .kernels import resolve
-
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    between = None
-    if exchange and plan.inner.ranks > 1:
-        members = range(rank % plan.intra, plan.ranks, plan.intra)
-        between = exchange if plan.intra == 1 else Exchange(group, members)
-    context = Context(
-        plan.inner,
-        rank // plan.intra,
-        between,
-        resolve(kernel, q.device.type, q.dtype),
-        scale,
-        grad_comm_dtype,
-        bool(keep_kv),
-    )
-
-    def inner(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if q.dim() == 3:
-            return Attention.apply(context, q, k, v)
-        batch = q.shape[1]  # one plan for every row: a batch is more heads
-        out, lse = Attention.apply(context, *(x.flatten(1, 2) for x in (q, k, v)))
-        return out.unflatten(1, (batch, -1)), lse.unflatten(1, (batch, -1))
 
     batched = q.dim() == 4
     if batched:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    if plan.intra == 1:
-        out, lse = inner(q, k, v)
-        if exchange:
-            exchange.settle()
-    else:
-        assert exchange is not None
-        exchange.settle()
-        out, lse = around(inner, _group(exchange.group, plan, rank, q, k), q, k, v)
+    context = Context(
+        plan.inner,
+        rank // plan.intra,
+        exchange,
+        resolve(kernel, q.device.type, q.dtype),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        grad_comm_dtype,
+        bool(keep_kv),
+        _ulysses(exchange.group, plan, rank, q, k) if exchange and plan.intra > 1 else None,
+        note,
+    )
+    out, lse = Attention.apply(context, q, k, v)
     if batched:
         out, lse = out.transpose(0, 1), lse.transpose(0, 1)
     return (out, lse) if return_lse else out
 
 
-def _group(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
-    """The Ulysses group of a rank."""
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as scaled_dot_product_attention gets them under autocast; else as they are."""
+    import torch
+
+    device = getattr(getattr(tensors[0], "device", None), "type", "cpu")
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Any) -> Any:
+        known = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == device
+        return x.to(dtype) if known and x.dtype != torch.float64 else x
+
+    return tuple(map(cast, tensors))
+
+
+def _differentiates(*tensors: Tensor) -> bool:
+    """Whether a backward pass may follow, in which all ranks must take part."""
+    import torch
+
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _members(plan: Any, group: Any) -> Sequence[int] | None:
+    """The ranks that run the inner plan together with this one; None: all, or not known yet."""
+    import torch.distributed as dist
+
+    if not isinstance(plan, Plan) or plan.intra == 1:
+        return None
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    return range(rank % plan.intra, world, plan.intra) if world == plan.ranks else None
+
+
+def _ulysses(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
+    """The exchange of heads for tokens in a rank's Ulysses group."""
     import numpy as np
 
-    from .ulysses import Group
+    from .ulysses import Group, Ulysses
 
     index, member = divmod(rank, plan.intra)
+    heads, kv_heads = q.shape[-2], k.shape[-2]
     counts = tuple(np.diff(plan.member_tokens(index)).tolist())
-    heads = tuple(split_heads(q.shape[-2], k.shape[-2], plan.intra))
-    return Group(group, index * plan.intra, member, counts, heads)
+    split = tuple(split_heads(heads, kv_heads, plan.intra))
+    return Ulysses(Group(group, index * plan.intra, member, counts, split), heads, kv_heads)
+
+
+def _order_error(tokens: Any, plan: Plan, rank: int) -> str:
+    """Where the rows are not in the plan's order, as far as `tokens` tells, or ""."""
+    if tokens is None:
+        return ""
+    import torch
+
+    wanted = plan.num_tokens(rank)
+    if (
+        not isinstance(tokens, torch.Tensor)
+        or tokens.dtype != torch.int64
+        or list(tokens.shape) != [wanted]
+    ):
+        found = getattr(tokens, "shape", None)
+        what = type(tokens).__name__ if found is None else f"{tokens.dtype} {list(found)}"
+        return f"tokens must be an int64 tensor [{wanted}], one token id per row, got {what}"
+    proved = _proved_orders()
+    key = plan.fingerprint(), rank, tokens._version
+    if proved.get(tokens) == key:
+        return ""
+    order = torch.from_numpy(plan.tokens(rank)).to(tokens.device)
+    wrong = torch.nonzero(tokens != order)
+    if len(wrong):
+        row = int(wrong[0])
+        return (
+            f"{len(wrong)} of {wanted} rows of q, k, v are not in the plan's order: row {row} is token "
+            f"{int(tokens[row])}, the plan (layout {plan.layout.name!r}) has token {int(order[row])} "
+            "there; shard every tensor with tasp.shard(tensor, plan, rank)"
+        )
+    proved[tokens] = key
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _proved_orders() -> Any:
+    """Token tensors that were compared: (plan, rank, the tensor's version), for as long as each lives."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
 
 
 def _complaint(
@@ -250,25 +323,3 @@ def hash_text(data: bytes) -> str:
     import hashlib
 
     return hashlib.sha256(data).hexdigest()[:8]
-
-
-def _agree(exchange: Any, note: dict[str, str]) -> None:
-    """Handshake: on gloo at every call, beside its first step; on a GPU, where it costs a host
-    synchronisation, once, before it."""
-    key = tuple(note.values())
-    if exchange.on_cpu:
-        exchange.handshake(note)
-        if note.get("error"):
-            exchange.settle()
-    elif key not in (agreed := _agreed_notes(exchange.group)):
-        exchange.handshake(note)
-        exchange.settle()
-        agreed[key] = None
-        if len(agreed) > 4096:
-            agreed.pop(next(iter(agreed)))
-
-
-@lru_cache(maxsize=64)
-def _agreed_notes(group: Any) -> dict[tuple[str, ...], None]:
-    """What the ranks of a group have agreed on, oldest first."""
-    return {}

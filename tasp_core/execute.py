@@ -7,7 +7,7 @@ Shapes: T this rank's tokens, H query heads, K key/value heads, D key dim, E val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,7 @@ from .program import Compute, Program, Runs, Step
 from .queries import Queries
 from .schedules import OUT
 from .transport import Exchange, Wait
+from .ulysses import Ulysses
 from .views import aligned, once
 
 MANY = 8  # from this number of runs on, one indexed operation instead of one for each run
@@ -45,7 +46,13 @@ def program_of(
 
 @dataclass(frozen=True)
 class Context:
-    """What both passes of a call share; plan and rank are those between groups."""
+    """What both passes of a call share; plan and rank are those between groups.
+
+    Attributes:
+        exchange: the ranks that share a row; None: this process alone.
+        ulysses: the exchange of heads for tokens around it, with `intra` above 1.
+        note: what all ranks must agree on before the backward pass exchanges anything.
+    """
 
     plan: Plan
     rank: int
@@ -54,6 +61,8 @@ class Context:
     scale: float
     grad_comm_dtype: torch.dtype | None = None
     keep_kv: bool = False
+    ulysses: Ulysses | None = None
+    note: Mapping[str, str] | None = None
 
     def program(self, *, backward: bool) -> Program:
         return program_of(
@@ -73,7 +82,7 @@ class Context:
 
     def post(self, program: Program, t: int, step: Step, buffers: Buffers) -> Wait:
         self.kernel.finish()
-        if self.exchange is None:
+        if self.exchange is None or self.plan.ranks == 1:
             return lambda: None
         if program.collective and t == 0:
             own, arena = buffers["kv"].split([program.tokens, program.arena_rows])
@@ -267,23 +276,63 @@ def _contribute(
         _add(grad, target, one)
 
 
+def _no_autocast(x: Tensor) -> Any:
+    """Passes choose their own dtypes; autocast would round what kernel `math` computes."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class Attention(torch.autograd.Function):
-    """Autograd around the two passes."""
+    """Autograd around the two passes of a call; q, k, v are [t, H, D] or [t, B, H, D].
+
+    A batch is more heads: every row follows the same plan. Each pass is one node of the graph, with
+    all of its exchanges, and begins with a handshake: ranks that run backward passes in different
+    orders are told so before they exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, kv = aligned(q), run.pack(k, v)
-        out, lse = run_forward(run, q, k, v, kv)
-        out = out.to(q.dtype)
-        ctx.run = run
-        ctx.save_for_backward(q, k, v, out, lse, *[kv] * run.keep_kv)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        with _no_autocast(q):
+            ulysses, exchange = run.ulysses, run.exchange
+            if ulysses:
+                assert exchange is not None
+                exchange.settle()
+                q, k, v = ulysses.queries(q), ulysses.keys(k), ulysses.keys(v)
+            batch = q.shape[1:-2]
+            q, k, v = (x.flatten(1, -2) for x in (q, k, v))
+            q, kv = aligned(q), run.pack(k, v)
+            out, lse = run_forward(run, q, k, v, kv)
+            out = out.to(q.dtype)
+            if exchange:
+                exchange.settle()  # where a plan exchanges nothing, no wait has ended it
+            ctx.run, ctx.batch = run, batch
+            ctx.save_for_backward(q, k, v, out, lse, *[kv] * run.keep_kv)
+            if batch:
+                out, lse = out.unflatten(1, (*batch, -1)), lse.unflatten(1, (*batch, -1))
+            if ulysses:
+                out = ulysses.results(out)
+                lse = ulysses.results(lse[..., None])[..., 0]
+            ctx.mark_non_differentiable(lse)
+            return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[None, Tensor, Tensor, Tensor]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        grads = run_backward(ctx.run, aligned(dout), q, k, v, out, lse, *kept)
-        dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-        return None, dq, dk, dv
+        run, ulysses = ctx.run, ctx.run.ulysses
+        if run.exchange and run.note:
+            run.exchange.handshake(run.note, begins=False)
+        with _no_autocast(dout):
+            q, k, v, out, lse, *kept = ctx.saved_tensors
+            if ulysses:
+                run.exchange.settle()
+                dout = ulysses.queries(dout)
+            grads = run_backward(run, aligned(dout.flatten(1, -2)), q, k, v, out, lse, *kept)
+            if run.exchange:
+                run.exchange.settle()
+            dq, dk, dv = (
+                g.to(x.dtype).unflatten(1, (*ctx.batch, -1))
+                for g, x in zip(grads, (q, k, v), strict=True)
+            )
+            if ulysses:
+                dq = ulysses.results(dq)
+                dk, dv = ulysses.key_gradients(dk), ulysses.key_gradients(dv)
+            return None, dq, dk, dv

@@ -40,7 +40,8 @@ def _check_on_all(local: Tensor, dim: int, plan: Plan, group: Any, what: str) ->
         return _check_tokens(local, dim, plan.num_tokens(0), what)
     exchange = Exchange(group)
     text = _complaint(local, dim, plan.num_tokens(exchange.rank), what)
-    exchange.handshake({"error": text, "plan": plan.fingerprint()[:16]}, LayoutError)
+    note = {"error": text, "plan": plan.fingerprint()[:16], "pass": what}
+    exchange.handshake(note, LayoutError)
     exchange.settle()
 
 

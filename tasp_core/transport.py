@@ -4,14 +4,19 @@
 both ends agree on; `all_to_all` packs a step into one collective (every link of K_n at once). A
 message that does not arrive raises `TransportError` with rank, step, peer and share. How long to wait
 is the group's own time-out.
+
+Every pass begins with a handshake: the ranks compare, over gloo and on the host, what each is about
+to do. A GPU is not waited for, and a group of NCCL alone gets a gloo group beside it for that.
+Ranks in messages to the user are those of the process group.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,18 +33,72 @@ Wait = Callable[[], None]
 Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 NOTE_BYTES = 4096
 STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
+PREFIXES = 1 << 15
+REPORT_S = 2.0  # after a failure, how long ranks wait for each other's word on where they are
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
-_NCCL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_BACKENDS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+_CONTROL: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # gloo groups of the same ranks
+_AGREED: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()  # NCCL groups' digests
+_SPENT: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # tag prefixes of failed handshakes
+_FAILURES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges that failed, by group
 
 
 def _settled() -> None:
     """Nothing to compare."""
 
 
-def over_nccl(group: Any) -> bool:
-    """Whether NCCL (or RCCL) joins the group; remembered, asking torch takes as long as a message."""
-    if (found := _NCCL.get(group)) is None:
-        found = _NCCL[group] = dist.get_backend(group) == "nccl"
+def read_backends(config: str) -> dict[str, str]:
+    """Each device type's backend, from torch's text of a group's backends.
+
+    >>> read_backends("cpu:gloo,cuda:nccl")
+    {'cpu': 'gloo', 'cuda': 'nccl'}
+    """
+    return dict(part.split(":", 1) for part in config.lower().split(",") if ":" in part)
+
+
+def backend_of(group: Any, device_type: str) -> str | None:
+    """The backend that carries tensors of a device type in this group, e.g. "nccl"; None: none does.
+
+    A group may have several ("cpu:gloo,cuda:nccl"; so has one made without a name), so its own name
+    does not tell. Remembered: asking torch takes as long as a message.
+    """
+    if (found := _BACKENDS.get(group)) is None:
+        found = _BACKENDS[group] = read_backends(dist.get_backend_config(group))
+    return found.get(device_type)
+
+
+def over_nccl(group: Any, device_type: str) -> bool:
+    """Whether NCCL (or RCCL) carries tensors of this device type in the group."""
+    return backend_of(group, device_type) == "nccl"
+
+
+def carriage_error(group: Any, device: torch.device) -> str:
+    """Why tensors of this device cannot travel in the group, or ""."""
+    backend = backend_of(group, device.type)
+    if backend == {"cpu": "gloo", "cuda": "nccl"}.get(device.type, backend) and backend:
+        return ""
+    wanted = {"cpu": "'gloo'", "cuda": "'nccl'"}.get(device.type, "its own backend")
+    carrier = (
+        f"carries {device.type} tensors by {backend}" if backend else "has no backend for them"
+    )
+    return (
+        f"q, k, v are on {device}, and the process group {carrier}; make the group with backend "
+        f"{wanted} or 'cpu:gloo,cuda:nccl'"
+    )
+
+
+def control_group(group: Any) -> Any:
+    """A gloo group of the same ranks: the group itself where gloo carries its CPU tensors.
+
+    Made at the first use of the group, by all of its ranks and by no others.
+    """
+    if backend_of(group, "cpu") == "gloo":
+        return group
+    if (found := _CONTROL.get(group)) is None:
+        found = _CONTROL[group] = dist.new_group(
+            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True,
+            group_desc="tasp_handshake",
+        )  # fmt: skip
     return found
 
 
@@ -49,7 +108,8 @@ def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
     gloo sends once it hears that the receiver is ready, and that word must not queue up behind a
     message's bytes.
     """
-    if not over_nccl(group):  # isend and irecv check as long as the call itself takes
+    device_type = next((rows.device.type for rows, _, _ in (*recvs, *sends)), "cpu")
+    if not over_nccl(group, device_type):  # isend and irecv check as long as the call itself takes
         return [
             *(group.recv([rows], peer, tag) for rows, peer, tag in recvs),
             *(group.send([rows], peer, tag) for rows, peer, tag in sends),
@@ -62,32 +122,50 @@ def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
+def _ranks(some: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> _ranks([3]), _ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' * (len(some) != 1)} {', '.join(map(str, some))}"
+
+
 class Exchange:
     """The ranks of one process group, or some of them, for one plan's passes.
 
     Args:
-        members: the ranks of `group` that take part, in plan order; None: all of them. Collectives
-            are still called by all ranks of `group`, each with its own members.
+        members: the ranks of `group` that take part, in plan order; None: all of them. Handshakes
+            and collectives are still called by all ranks of `group`, each with its own members.
+        device: of the tensors that travel.
     """
 
-    def __init__(self, group: Any, members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        members: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.group: Any = dist.group.WORLD if group is None else group
-        own, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if own < 0:
+        self.own, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.own < 0:
             raise PlanError("this process is not in the group it passed to attention")
         self.members = list(range(self.world) if members is None else members)
-        self.rank, self.ranks = self.members.index(own), len(self.members)
-        self.on_cpu = not over_nccl(self.group)
+        self.rank, self.ranks = self.members.index(self.own), len(self.members)
+        self.nccl = over_nccl(self.group, "cpu" if device is None else device.type)
         self._salt, self._open = 0, _settled
+        self.doing = "its first exchange"  # in words, for a peer that waits for this rank
 
-    def _bytes(self, data: bytes) -> Tensor:
-        device = "cpu" if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    def _failure(
+        self, t: int, what: str, error: RuntimeError, *, collective: bool = False
+    ) -> TransportError:
+        """A failure of gloo or NCCL as an error that says who waited for what.
 
-    def _failure(self, t: int, what: str, error: RuntimeError) -> TransportError:
-        """A failure of gloo or NCCL as an error that says who waited for what."""
+        A collective's own error names no rank, so the ranks that have failed tell each other.
+        """
+        where = self._whereabouts() if collective else ""
         return TransportError(
-            f"rank {self.rank}, step {t}: {what} failed; look for that rank's own error "
+            f"rank {self.own}, step {t}: {what} failed; {where}look for that rank's own error "
             f"first. ({str(error).splitlines()[0]})"
         )
 
@@ -96,33 +174,89 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            raise self._failure(t, what, error) from error
+            raise self._failure(t, what, error, collective=True) from error
 
-    def handshake(self, note: dict[str, str], error: type[ValueError] = PlanError) -> None:
+    def _whereabouts(self) -> str:
+        """After a failed collective: which ranks say that they are where, and which say nothing."""
+        turn = _FAILURES[self.group] = _FAILURES.get(self.group, 0) + 1
+        said: dict[int, str] = {}
+        with suppress(Exception):  # the store may be gone with the rank that held it
+            store = control_group(self.group).get_group_store()
+
+            def key(rank: int) -> str:
+                return f"tasp_failure/{turn}/{rank}"
+
+            store.set(key(self.own), self.doing)
+            end = time.monotonic() + REPORT_S
+            while len(said) < self.world and time.monotonic() < end:
+                for r in range(self.world):
+                    if r not in said and store.check([key(r)]):
+                        said[r] = store.get(key(r)).decode()
+                time.sleep(0.05)
+        silent = [r for r in range(self.world) if r not in said]
+        places: dict[str, list[int]] = {}
+        for r, text in sorted(said.items()):
+            places.setdefault(text, []).append(r)
+        parts = [f"{_ranks(some)} in {text}" for text, some in places.items()]
+        if silent:
+            parts.append(f"{_ranks(silent)} did not take part and reported no failure")
+        return f"{'; '.join(parts)}; "
+
+    def handshake(
+        self, note: dict[str, str], error: type[ValueError] = PlanError, *, begins: bool = True
+    ) -> int:
         """Start to compare what every rank is about to do; `settle`, or the first wait, ends it.
 
-        Until then tags keep messages of ranks that do not agree from meeting.
+        Until then tags keep messages of ranks that do not agree from meeting. NCCL has no tags: there
+        a note that this group has not agreed on yet is compared at once.
 
         Args:
             note: what must be equal on all ranks; the key "error" holds a rank's own complaint.
+            begins: whether a new call begins; False for another pass of a call, whose note says of
+                which.
+
+        Returns:
+            the number of the call in this group, from 1.
         """
-        calls = _CALLS[self.group] = _CALLS.get(self.group, 0) + 1
+        calls = _CALLS[self.group] = _CALLS.get(self.group, 0) + begins
         note = {key: value[:400] for key, value in note.items()}
-        text = json.dumps(note | {"call": str(calls)} if self.on_cpu else note).encode()
+        what = hashlib.sha256(json.dumps(note).encode()).digest()
+        text = json.dumps(note | {"call": str(calls)} if begins else note).encode()
+        self.doing = note.get("pass", "a forward pass") + (f" of call {calls}" if begins else "")
         digest = hashlib.sha256(text).digest()
-        self._salt = int.from_bytes(digest[:2], "big") >> 1
-        mine = self._bytes(digest)
-        found = mine.new_empty((self.ranks, len(mine)))  # all at once: a gather would walk a ring
-        everyone = mine.repeat(self.ranks, 1)
-        work = dist.all_to_all_single(found, everyone, group=self.group, async_op=True)
+        self._salt = self._prefix(digest)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        everyone = mine.repeat(self.world, 1)
+        received = torch.empty_like(everyone)  # all at once: a gather would walk a ring
+        control = control_group(self.group)
+        work = dist.all_to_all_single(received, everyone, group=control, async_op=True)
 
         def finish() -> None:
             with self._naming(0, "comparing plans with the other ranks"):
                 work.wait()
-            if note.get("error") or bool((found != everyone).any()):
+            if note.get("error") or bool((received != everyone).any()):
+                # messages of this call may wait for ever; no later one may meet them
+                spent = _SPENT.setdefault(self.group, set())
+                if len(spent) > PREFIXES // 2:
+                    spent.clear()
+                spent.update([self._prefix(row.numpy().tobytes()) for row in received])
                 self._explain(text, error)
+            agreed = _AGREED.setdefault(self.group, {})
+            agreed[what] = None
+            if len(agreed) > 4096:
+                agreed.pop(next(iter(agreed)))
 
         self._open = finish
+        if note.get("error") or (self.nccl and what not in _AGREED.get(self.group, {})):
+            self.settle()
+        return calls
+
+    def _prefix(self, digest: bytes) -> int:
+        """The tag prefix of a note: 15 bits of its digest that no failed handshake has used."""
+        prefix, spent = int.from_bytes(digest[:2], "big") >> 1, _SPENT.get(self.group, ())
+        while prefix in spent:
+            prefix = (prefix + 1) % PREFIXES
+        return prefix
 
     def settle(self) -> None:
         """End the handshake; the same error on all ranks where they differ.
@@ -134,16 +268,17 @@ class Exchange:
         finish()
 
     def _explain(self, text: bytes, error: type[ValueError]) -> None:
-        mine = self._bytes(text.ljust(NOTE_BYTES, b"\0"))
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=self.group)
-        notes = [json.loads(row.cpu().numpy().tobytes().rstrip(b"\0")) for row in everyone]
+        mine = torch.frombuffer(bytearray(text.ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        with self._naming(0, "hearing what the other ranks are about to do"):
+            dist.all_gather(everyone, mine, group=control_group(self.group))
+        notes = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in everyone]
         errors = [f"rank {r}: {n['error']}" for r, n in enumerate(notes) if n.get("error")]
         if errors:
             more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
             raise error(errors[0] + more)
         lines = []
-        for key in notes[0]:
+        for key in {key: None for n in notes for key in n}:
             values = [n.get(key) for n in notes]
             if len(set(values)) > 1:
                 usual = max(values, key=values.count)
@@ -164,13 +299,13 @@ class Exchange:
             return lambda: None
 
         def peers() -> str:
-            return "ranks " + ", ".join(sorted({str(p.message.peer) for p in posted}))
+            return _ranks(sorted({self.members[p.message.peer] for p in posted}))
 
         def what(i: int) -> str:
             if len(pending) < len(posted):  # NCCL: one handle for all messages
                 return f"exchanging with {peers()}"
             to = "waiting for {} from" if i < len(recvs) else "sending {} to"
-            return f"{to.format(posted[i])} rank {posted[i].message.peer}"
+            return f"{to.format(posted[i])} rank {self.members[posted[i].message.peer]}"
 
         try:
             pending = self.start(t, recvs, sends)

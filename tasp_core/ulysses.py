@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .errors import TransportError
 from .heads import Heads
@@ -41,7 +40,7 @@ class Group:
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[torch.Size]) -> list[Tensor]:
         """Send parts[j] to member j; what each member sent, with the given shapes."""
-        if over_nccl(self.group):
+        if over_nccl(self.group, parts[0].device.type):
             return self._collective(parts, sizes)
         # gloo's own all-to-all leaves links idle: it takes 1.5 times as long on limited ones
         sends = [p.contiguous() for p in parts]
@@ -58,12 +57,15 @@ class Group:
             for work in post(self.group, recvs, out):
                 work.wait()
         except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.first + self.rank}: heads and tokens of ranks {self.first} to "
-                f"{self.first + n - 1} were not exchanged; look for another rank's own error first. "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+            raise self._failure(error) from error
         return found
+
+    def _failure(self, error: RuntimeError) -> TransportError:
+        last = self.first + len(self.counts) - 1
+        return TransportError(
+            f"rank {self.first + self.rank}: heads and tokens of ranks {self.first} to {last} were "
+            f"not exchanged; look for another rank's own error first. ({str(error).splitlines()[0]})"
+        )
 
     def _collective(self, parts: Sequence[Tensor], sizes: Sequence[torch.Size]) -> list[Tensor]:
         world = dist.get_world_size(self.group)
@@ -72,7 +74,10 @@ class Group:
             out[self.first + j], into[self.first + j] = part.numel(), size.numel()
         send = torch.cat([p.reshape(-1) for p in parts])
         recv = send.new_empty(sum(into))
-        dist.all_to_all_single(recv, send, into, out, group=self.group)
+        try:
+            dist.all_to_all_single(recv, send, into, out, group=self.group)
+        except RuntimeError as error:
+            raise self._failure(error) from error
         pieces = recv.split([s.numel() for s in sizes])
         return [p.view(s) for p, s in zip(pieces, sizes, strict=True)]
 
@@ -93,57 +98,41 @@ class Group:
         return x
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, pick: Any) -> Tensor:
-        ctx.args = group, pick, x.shape[-2]
-        return group.to_heads(x, pick)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        group, pick, heads = ctx.args
-        return group.to_tokens(grad, pick, heads), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Group, heads: int) -> Tensor:
-        ctx.group = group
-        return group.to_tokens(y, Heads.q, heads)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.to_heads(grad, Heads.q), None, None
-
-
-Inner = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def around(inner: Inner, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of all heads from `inner`, attention of some heads over all of the group's tokens.
+class Ulysses:
+    """One call's exchanges around attention: of all heads of own tokens into own heads of all tokens.
 
     Args:
-        inner: (q [T, ..., h, D], k [T, ..., g, D], v [T, ..., g, E]) -> (out [T, ..., h, E],
-            lse [T, ..., h]).
-        q, k, v: [t, ..., H, D], [t, ..., K, D], [t, ..., K, E].
-
-    Returns:
-        out [t, ..., H, E] and lse [t, ..., H].
+        group: the ranks that exchange, and each one's heads.
+        heads, kv_heads: query heads and key/value heads of a token, of all members together.
     """
-    heads, per_kv = q.shape[-2], q.shape[-2] // k.shape[-2]
-    mine = group.heads[group.rank]
-    qs = _ToHeads.apply(q, group, Heads.q)
-    ks, vs = (_ToHeads.apply(x, group, Heads.kv) for x in (k, v))
-    wanted = [h // per_kv - mine.kv_low for h in range(mine.q_low, mine.q_high)]
-    found, size = mine.kv_high - mine.kv_low, len(wanted)
-    if wanted != [
-        i * found // size for i in range(size)
-    ]:  # no even groups: one kv head a query head
-        index = torch.tensor(wanted, device=k.device)
-        ks, vs = (x.index_select(-2, index) for x in (ks, vs))
-    out, lse = inner(qs, ks, vs)
-    with torch.no_grad():
-        whole_lse = group.to_tokens(lse[..., None], Heads.q, heads)[..., 0]
-    return _ToTokens.apply(out, group, heads), whole_lse
+
+    def __init__(self, group: Group, heads: int, kv_heads: int) -> None:
+        self.group, self.heads, self.kv_heads = group, heads, kv_heads
+        mine, per_kv = group.heads[group.rank], heads // kv_heads
+        wanted = [h // per_kv - mine.kv_low for h in range(mine.q_low, mine.q_high)]
+        held, size = mine.kv_high - mine.kv_low, len(wanted)
+        # where query heads do not share the held kv heads evenly: one kv head for each query head
+        self.expand = None if wanted == [i * held // size for i in range(size)] else wanted
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[t, ..., H, D] to [T, ..., h, D]."""
+        return self.group.to_heads(x, Heads.q)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """k or v [t, ..., K, D] to [T, ..., g, D]; g is h where heads do not divide evenly."""
+        held = self.group.to_heads(x, Heads.kv)
+        if self.expand is None:
+            return held
+        return held.index_select(-2, torch.tensor(self.expand, device=x.device))
+
+    def results(self, x: Tensor) -> Tensor:
+        """out or dq [T, ..., h, D] back to [t, ..., H, D]."""
+        return self.group.to_tokens(x, Heads.q, self.heads)
+
+    def key_gradients(self, x: Tensor) -> Tensor:
+        """dk or dv [T, ..., g, D] back to [t, ..., K, D]; what several members found adds up."""
+        if self.expand is not None:
+            mine = self.group.heads[self.group.rank]
+            held = x.new_zeros((*x.shape[:-2], mine.kv_high - mine.kv_low, x.shape[-1]))
+            x = held.index_add_(-2, torch.tensor(self.expand, device=x.device), x)
+        return self.group.to_tokens(x, Heads.kv, self.kv_heads)

@@ -73,7 +73,7 @@ class Posted:
 
 
 def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     message = lower(GOOD[0], 0).steps[0].sends[0]
     parcels = [Parcel(message, torch.zeros(2), tag) for tag in (0, TAGS - 1)]
     seen = set()
