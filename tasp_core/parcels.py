@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,36 +39,37 @@ def parcels(
 
     Adjacent rows are views of their buffer, and so is each part of a large message; small messages
     of scattered rows are gathered, all of a kind at once. Both ends know all sizes and divide alike.
+    The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
+    send with the first receive, so what other peers send and how rows lie must not change it.
     """
-    found, scattered = [], dict[int, list[Message]]()
-    for m in messages:
-        buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
-        if m.rows is None:
-            parts = [(m.low, m.count)]
-        elif (
-            m.count * math.prod(buffer.shape[1:]) * dtype.itemsize <= len(m.rows.src) * SMALL_BYTES
-        ):
-            scattered.setdefault(m.kind, []).append(m)
-            continue
-        else:
-            parts = m.ranges
-        for i, (low, count) in enumerate(parts):
-            rows = buffer[low : low + count]
-            rows = rows if rows.dtype == dtype else rows.to(dtype)
-            found.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
-    landing = []
-    for some in scattered.values():
+    kinds = dict.fromkeys(m.kind for m in messages if _gathered(m, buffers))
+    scattered = {k: [m for m in messages if m.kind == k and _gathered(m, buffers)] for k in kinds}
+    landing, pieces = [], dict[int, Iterator[Tensor]]()
+    for kind, some in scattered.items():
         if receive:
             buffer = buffers[some[0].buffer]
             gathered = buffer.new_empty((sum(m.count for m in some), *buffer.shape[1:]))
             landing.append((some, gathered))
         else:
             gathered = take_rows(some, buffers)
-        pieces = gathered.split([m.count for m in some])
-        found += [
-            Parcel(m, rows, m.tag * PARTS % TAGS) for m, rows in zip(some, pieces, strict=True)
-        ]
-    return found, landing
+        pieces[kind] = iter(gathered.split([m.count for m in some]))
+    posted = []
+    for m in messages:
+        if _gathered(m, buffers):
+            parts = [next(pieces[m.kind])]
+        else:
+            dtype = buffers[RECEIVES[m.kind]].dtype
+            parts = [buffers[m.buffer][low : low + count].to(dtype) for low, count in m.ranges]
+        posted += [Parcel(m, rows, (m.tag * PARTS + i) % TAGS) for i, rows in enumerate(parts)]
+    return posted, landing
+
+
+def _gathered(m: Message, buffers: Buffers) -> bool:
+    """Whether a message travels in one piece although its rows are scattered: where they are small."""
+    if m.rows is None:
+        return False
+    row = math.prod(buffers[m.buffer].shape[1:]) * buffers[RECEIVES[m.kind]].dtype.itemsize
+    return m.count * row <= len(m.rows.src) * SMALL_BYTES
 
 
 def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
