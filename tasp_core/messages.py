@@ -137,7 +137,7 @@ def _inside(plan: Plan, hops: Hops) -> bool:
     """Whether hops name ranks and shares of the plan only."""
     limits = (plan.ranks, plan.ranks, plan.ranks, plan.schedule.num_shares)
     return not len(hops.step) or all(
-        0 <= int(column.min()) and int(column.max()) < most
+        int(column.min()) >= 0 and int(column.max()) < most
         for column, most in zip(hops[1:5], limits, strict=True)
     )
 
