@@ -110,10 +110,15 @@ class Double:
     Args:
         seed: which of the ranks that can go on does, at every post and wait.
         eager: transfers happen as soon as they can; otherwise as late as they can.
+        joined: whether the communicator exists, as after any collective. NCCL makes it at the first
+            call, in which all ranks have to take part: until then nothing moves.
     """
 
-    def __init__(self, ranks: int, *, seed: int = 0, eager: bool = False) -> None:
+    def __init__(
+        self, ranks: int, *, seed: int = 0, eager: bool = False, joined: bool = True
+    ) -> None:
         self.ranks, self.eager, self.dice = ranks, eager, random.Random(seed)
+        self.joined = joined
         self.groups = [Group(self, rank) for rank in range(ranks)]
         self.transfers = 0
         self._lock, self._turn = Condition(), -1
@@ -243,7 +248,8 @@ class Double:
 
     def _progress(self) -> None:
         """All that the batches at the heads of the ranks' streams can do."""
-        moved = True
+        self.joined = self.joined or min(self._batches) > 0
+        moved = self.joined
         while moved:
             heads = [queue[0] if queue else None for queue in self._queues]
             moved = any([self._meet(src, heads) for src in heads if src is not None])

@@ -106,6 +106,14 @@ def test_what_is_never_met():
         double.run(lambda rank, _: double.post(1, [(False, 0, ones(1))]) if rank else None)
 
 
+def test_a_communicator_needs_all_ranks_once():
+    two = [[("send", 1, ones(2))]], [[("recv", 0, ones(2))]]
+    talk(*two, [])
+    with pytest.raises(HangError, match="finished: ranks 2"):
+        talk(*two, [], joined=False)
+    talk(*two, [[("send", 3, ones(1))]], [[("recv", 2, ones(1))]], joined=False)
+
+
 def test_rows_under_way_are_anything_and_do_not_change():
     double, into = Double(2), ones(2, 5)
 
