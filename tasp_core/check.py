@@ -56,12 +56,16 @@ class _Checker:
         for hops, backward in ((self.all, False), (self.back, True)):
             ranks_ok = [(c >= 0) & (c < self.n) for c in (hops.src, hops.dst, hops.owner)]
             good = np.logical_and.reduce(ranks_ok) & (hops.src != hops.dst)
-            good &= (hops.share >= 0) & (hops.share < self.shares) & (hops.step < MOST_STEPS)
+            good &= (hops.share >= 0) & (hops.share < self.shares)
+            good &= (hops.step >= 0) & (hops.step < MOST_STEPS)
             bad = np.flatnonzero(~good)
             if bad.size:
                 what = f"a hop names a rank outside 0..{self.n - 1}, a share outside 0..{self.shares - 1}"
                 self.fail(
-                    f"{what}, its own sender or a step beyond {MOST_STEPS}", hops, bad[0], backward
+                    f"{what}, its own sender or a step outside 0..{MOST_STEPS - 1}",
+                    hops,
+                    bad[0],
+                    backward,
                 )
 
     def holding(self) -> None:

@@ -99,8 +99,8 @@ def moves_of(plan: Plan, hops: Hops) -> Moves:
 class Mispairing(NamedTuple):
     """Message `number` of `step` from `src` to `dst`, on which two tables differ.
 
-    `sent` is that message in words as `src` derives it from its own hop table, `expected` as `who`
-    does; "nothing" where there is none.
+    `sent` is that message in words as `src` derives it from its own hop table, `expected` as `dst`
+    does or the table of all ranks has it; "nothing" where there is none. `who` expects that, in words.
     """
 
     step: int
@@ -113,10 +113,10 @@ class Mispairing(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"in step {self.step} message {self.number} from rank {self.src} to rank {self.dst} is "
-            f"{self.sent} to rank {self.src} and {self.expected} to {self.who}: messages of two ranks "
-            "pair up in the order in which they are posted, so every rank's hop table must list the "
-            "hops of a link and step alike"
+            f"in step {self.step}, message {self.number} from rank {self.src} to rank {self.dst}: rank "
+            f"{self.src} sends {self.sent}, {self.who} {self.expected}. Messages of two ranks pair up in "
+            "the order in which they are posted: list the hops of a link and step in one order in "
+            "every rank's hop table, e.g. that of Hops.ordered()"
         )
 
 
@@ -167,7 +167,7 @@ def _words(plan: Plan, end: _End, link: int) -> list[str]:
 
 
 def _difference(plan: Plan, one: _End, other: _End, who: str) -> Mispairing | None:
-    """The first message in which what is sent and what `who` expects differ."""
+    """The first message in which two ends differ."""
     if np.array_equal(one.link, other.link) and np.array_equal(one.code, other.code):
         return None
     n = min(len(one.link), len(other.link))
@@ -180,7 +180,7 @@ def _difference(plan: Plan, one: _End, other: _End, who: str) -> Mispairing | No
     sent, expected = (side[number] if number < len(side) else "nothing" for side in sides)
     step, pair = divmod(link, plan.ranks**2)
     src, dst = divmod(pair, plan.ranks)
-    return Mispairing(step, src, dst, number, sent, expected, who or f"rank {dst}")
+    return Mispairing(step, src, dst, number, sent, expected, who or f"rank {dst} expects")
 
 
 def mispairing(plan: Plan, table: Hops, *, backward: bool) -> Mispairing | None:
@@ -208,4 +208,4 @@ def mispairing(plan: Plan, table: Hops, *, backward: bool) -> Mispairing | None:
     if found := _difference(plan, sent, expected, ""):
         return found
     whole = _End.of([_coded(plan, table)])
-    return _difference(plan, sent, whole, "the table of all ranks")
+    return _difference(plan, sent, whole, "the table of all ranks has")

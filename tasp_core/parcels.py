@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,10 @@ def parcels(
     The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
     send with the first receive, so what other peers send and how rows lie must not change it.
     """
-    kinds = dict.fromkeys(m.kind for m in messages if _gathered(m, buffers))
-    scattered = {k: [m for m in messages if m.kind == k and _gathered(m, buffers)] for k in kinds}
+    together = [_gathered(m, buffers) for m in messages]
+    scattered = dict[int, list[Message]]()
+    for m in compress(messages, together):
+        scattered.setdefault(m.kind, []).append(m)
     landing, pieces = [], dict[int, Iterator[Tensor]]()
     for kind, some in scattered.items():
         if receive:
@@ -54,8 +57,8 @@ def parcels(
             gathered = take_rows(some, buffers)
         pieces[kind] = iter(gathered.split([m.count for m in some]))
     posted = []
-    for m in messages:
-        if _gathered(m, buffers):
+    for m, one in zip(messages, together, strict=True):
+        if one:
             parts = [next(pieces[m.kind])]
         else:
             dtype = buffers[RECEIVES[m.kind]].dtype

@@ -409,7 +409,7 @@ def test_a_table_that_one_rank_reads_otherwise_is_seen(monkeypatch):
     wrong = altered(p, 1, True, words)
     found = passes(wrong, inputs, monkeypatch)
     assert worst({**found}, inputs, docs) > 1e-3
-    with pytest.raises(tasp.PlanError, match="in step 2 message 0 from rank 0 to rank 1"):
+    with pytest.raises(tasp.PlanError, match="in step 2, message 0 from rank 0 to rank 1"):
         tasp.check(wrong)
     narrow = inputs_of(docs, torch.bfloat16)  # keys in bf16, gradients in float32
     with pytest.raises(tasp.TransportError) as caught:

@@ -256,10 +256,10 @@ def test_check_finds_what_two_ranks_read_differently(name):
             text = str(caught.value).splitlines()
             step, link, what = hop.split()
             src, dst = link.split(">")
-            assert f"in step {step[1:]} " in text[0], (fault, hop, text[0])
-            assert f"from rank {src} to rank {dst} is " in text[0]
+            assert f"in step {step[1:]}, message " in text[0], (fault, hop, text[0])
+            assert f"from rank {src} to rank {dst}: rank {src} sends " in text[0]
+            assert f", rank {dst} expects " in text[0]
             assert what in text[0]
-            assert f" to rank {src} and " in text[0]
             assert any(line.split()[:2] == [step[1:], "<--"] for line in text[1:])
             seen.add(fault)
     shared = name not in (
@@ -278,9 +278,10 @@ def test_the_error_says_both_messages():
     with pytest.raises(PlanError) as caught:
         check(altered(p, 1, True, words))
     assert str(caught.value).splitlines()[0] == (
-        "in step 2 message 0 from rank 0 to rank 1 is kv2.0 (16 tokens) to rank 0 and dkv3.0 (16 "
-        "tokens) to rank 1: messages of two ranks pair up in the order in which they are posted, so "
-        "every rank's hop table must list the hops of a link and step alike"
+        "in step 2, message 0 from rank 0 to rank 1: rank 0 sends kv2.0 (16 tokens), rank 1 expects "
+        "dkv3.0 (16 tokens). Messages of two ranks pair up in the order in which they are posted: list "
+        "the hops of a link and step in one order in every rank's hop table, e.g. that of "
+        "Hops.ordered()"
     )
     assert not mispaired_plan(p)[1]
     assert mispaired_plan(altered(p, 1, True, words))[1]
@@ -299,6 +300,18 @@ def test_tables_that_no_messages_can_be_made_of(words, reason):
         check(altered(plan([64], 4, schedule="ring"), 1, False, words))
 
 
+def test_a_step_before_the_first():
+    @dataclass(frozen=True)
+    class Early(Table):
+        def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
+            table = super().hops(rank, backward=backward)
+            return table._replace(step=table.step - 1)
+
+    p = plan([64], 4, schedule="ring")
+    with pytest.raises(PlanError, match=r"a step outside 0\.\.999999 at t-1 0>1 kv0.0"):
+        check(replace(p, schedule=Early(4, 4, words=tuple(p.hops(backward=True).words()))))
+
+
 def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
     """Everything else is proved of the table of all ranks: theirs must be the same."""
 
@@ -313,7 +326,7 @@ def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
     p = plan([64], 4, schedule="ring")
     wrong = replace(p, schedule=Both(4, 4, words=tuple(p.hops(backward=True).words())))
     with pytest.raises(
-        PlanError, match=r"step 1 .* nothing to rank 0 and kv3.0 .* the table of all"
+        PlanError, match=r"step 1, .* sends nothing, the table of all ranks has kv3.0 \("
     ):
         check(wrong)
 
