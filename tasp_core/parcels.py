@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import compress
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,36 +42,37 @@ def parcels(
     The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
     send with the first receive, so what other peers send and how rows lie must not change it.
     """
-    together = [_gathered(m, buffers) for m in messages]
-    scattered = dict[int, list[Message]]()
-    for m in compress(messages, together):
-        scattered.setdefault(m.kind, []).append(m)
-    landing, pieces = [], dict[int, Iterator[Tensor]]()
-    for kind, some in scattered.items():
+    posted: list[Parcel | Message] = []
+    scattered = dict[int, list[int]]()  # places in `posted` of what is gathered, by kind
+    for m in messages:
+        buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
+        if m.rows is None:
+            parts = [(m.low, m.count)]
+        elif (
+            m.count * math.prod(buffer.shape[1:]) * dtype.itemsize <= len(m.rows.src) * SMALL_BYTES
+        ):
+            scattered.setdefault(m.kind, []).append(len(posted))
+            posted.append(m)
+            continue
+        else:
+            parts = m.ranges
+        for i, (low, count) in enumerate(parts):
+            rows = buffer[low : low + count]
+            rows = rows if rows.dtype == dtype else rows.to(dtype)
+            posted.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
+    landing = []
+    for places in scattered.values():
+        some = [m for m in map(posted.__getitem__, places) if isinstance(m, Message)]
         if receive:
             buffer = buffers[some[0].buffer]
             gathered = buffer.new_empty((sum(m.count for m in some), *buffer.shape[1:]))
             landing.append((some, gathered))
         else:
             gathered = take_rows(some, buffers)
-        pieces[kind] = iter(gathered.split([m.count for m in some]))
-    posted = []
-    for m, one in zip(messages, together, strict=True):
-        if one:
-            parts = [next(pieces[m.kind])]
-        else:
-            dtype = buffers[RECEIVES[m.kind]].dtype
-            parts = [buffers[m.buffer][low : low + count].to(dtype) for low, count in m.ranges]
-        posted += [Parcel(m, rows, (m.tag * PARTS + i) % TAGS) for i, rows in enumerate(parts)]
-    return posted, landing
-
-
-def _gathered(m: Message, buffers: Buffers) -> bool:
-    """Whether a message travels in one piece although its rows are scattered: where they are small."""
-    if m.rows is None:
-        return False
-    row = math.prod(buffers[m.buffer].shape[1:]) * buffers[RECEIVES[m.kind]].dtype.itemsize
-    return m.count * row <= len(m.rows.src) * SMALL_BYTES
+        pieces = gathered.split([m.count for m in some])
+        for place, m, rows in zip(places, some, pieces, strict=True):
+            posted[place] = Parcel(m, rows, m.tag * PARTS % TAGS)
+    return [p for p in posted if isinstance(p, Parcel)], landing
 
 
 def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
