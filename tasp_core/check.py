@@ -7,6 +7,7 @@
     links      no link or NIC carries more shares in a step than the schedule promises
     memory     no rank holds more travelling KV, or more guest queries, than the schedule promises
     gradients  every rank's part of every share's gradient is added up on the way and ends at its owner
+    pairing    both ends of every link derive the same messages, in the same order, from their own tables
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 
 from .coverage import NEVER, count_pairs
 from .errors import PlanError
+from .messages import mispairing
 from .plan import Plan
 from .report import Report
-from .schedules import DKV, DQ, KV, OUT, Hops, Q
+from .schedules import DKV, DQ, KINDS, KV, OUT, Hops, Q
 
 MOST_STEPS = 1_000_000
 
@@ -54,12 +56,16 @@ class _Checker:
         for hops, backward in ((self.all, False), (self.back, True)):
             ranks_ok = [(c >= 0) & (c < self.n) for c in (hops.src, hops.dst, hops.owner)]
             good = np.logical_and.reduce(ranks_ok) & (hops.src != hops.dst)
-            good &= (hops.share >= 0) & (hops.share < self.shares) & (hops.step < MOST_STEPS)
+            good &= (hops.share >= 0) & (hops.share < self.shares)
+            good &= (hops.step >= 0) & (hops.step < MOST_STEPS)
             bad = np.flatnonzero(~good)
             if bad.size:
                 what = f"a hop names a rank outside 0..{self.n - 1}, a share outside 0..{self.shares - 1}"
                 self.fail(
-                    f"{what}, its own sender or a step beyond {MOST_STEPS}", hops, bad[0], backward
+                    f"{what}, its own sender or a step outside 0..{MOST_STEPS - 1}",
+                    hops,
+                    bad[0],
+                    backward,
                 )
 
     def holding(self) -> None:
@@ -67,8 +73,14 @@ class _Checker:
         if len(self.guests.step):
             self._held(self.guests, self.visit)
         kv = self.back.where(np.isin(self.back.kind, (KV, Q)))
-        if set(kv.words()) != set(self.hops.words()) | set(self.guests.words()):
+        moved = np.concatenate([self._numbers(self.hops), self._numbers(self.guests)])
+        if not np.array_equal(np.unique(self._numbers(kv)), np.unique(moved)):
             self.fail("the backward table moves kv or q by other hops than the forward table", None)
+
+    def _numbers(self, hops: Hops) -> np.ndarray:
+        """One number for each hop, equal where hops are."""
+        shape = (MOST_STEPS, self.n, self.n, self.n, self.shares, len(KINDS))
+        return np.ravel_multi_index(tuple(hops), shape)
 
     def _held(self, hops: Hops, arrival: np.ndarray) -> None:
         key = np.ravel_multi_index((hops.dst, hops.owner, hops.share), arrival.shape)
@@ -244,6 +256,17 @@ class _Checker:
             rank, owner, share = kept[0]
             self.fail(f"rank {rank} never sends its part of dkv{owner}.{share} home", backward=True)
 
+    def pairing(self) -> None:
+        for hops, backward in ((self.all, False), (self.back, True)):
+            steps = self.plan.schedule.num_steps(backward=backward)
+            beyond = np.flatnonzero(hops.step >= steps)
+            if beyond.size and self.plan.schedule.exchange == "all_to_all":
+                what = f"every rank takes part in {steps} all-to-alls, which end before the hop"
+                self.fail(what, hops, beyond[0], backward)
+            if found := mispairing(self.plan, hops, backward=backward):
+                table = self.plan.table(backward=backward, mark=found.step)
+                raise PlanError(f"{found}\n{self.plan.summary()}\n{table}")
+
 
 def check(plan: Plan) -> Report:
     """Prove a plan right, forward and backward, or say what is wrong; with `intra`, between groups.
@@ -265,6 +288,7 @@ def check(plan: Plan) -> Report:
     load, nic = checker.loads()
     peak, guests = checker.memory()
     checker.gradients()
+    checker.pairing()
     hops = checker.all
     node = np.arange(plan.ranks) // plan.machine.node_size
     inside = (node[:, None] == node[None, :]) & ~np.eye(plan.ranks, dtype=bool)

@@ -14,7 +14,6 @@ No tensors here; execute.py runs programs. Rows are int64; nothing is proportion
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,57 +21,13 @@ from .buffers import Place, Runs, join_runs, last_use, place
 from .calls import Group, compute
 from .guests import alike, away_of
 from .layout import Pieces, ranges
+from .messages import Moves, moves_of, starts
 from .plan import Plan
 from .program import RECEIVES, SENDS, Message, Program, Step
-from .schedules import DKV, DQ, KV, OUT, Hops, Q
+from .schedules import DKV, DQ, KV, OUT, Q
 from .tiles import take
 
 FOREVER = np.iinfo(np.int64).max // 2
-
-
-class _Rows(NamedTuple):
-    """Hops by unit (part of a share), parts without tokens dropped."""
-
-    step: np.ndarray
-    src: np.ndarray
-    dst: np.ndarray
-    owner: np.ndarray
-    share: np.ndarray
-    kind: np.ndarray
-    unit: np.ndarray
-    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
-    message: np.ndarray  # rows of equal number travel as one message
-    tag: np.ndarray
-
-    def at(self, mask: np.ndarray) -> _Rows:
-        return _Rows(*(column[mask] for column in self))
-
-    def during(self, step: int) -> _Rows:
-        low, high = np.searchsorted(self.step, (step, step + 1))
-        return _Rows(*(column[low:high] for column in self))
-
-
-def _starts(*columns: np.ndarray) -> np.ndarray:
-    """Where a row differs from the one before in any column."""
-    new = np.ones(len(columns[0]), dtype=bool)
-    new[1:] = np.logical_or.reduce([np.diff(c) != 0 for c in columns])
-    return new
-
-
-def _expand(plan: Plan, hops: Hops) -> _Rows:
-    """One row for each unit moved, in the order both ends agree on, as messages of links and steps."""
-    parts = plan.units.parts
-    unit = np.stack([plan.unit_of(hops, p) for p in range(parts)], axis=1).ravel()
-    count = plan.units.count[unit]
-    keep = count > 0
-    columns = [np.repeat(c, parts)[keep] for c in hops]
-    step, src, dst, _, _, kind = columns
-    if not len(step):
-        return _Rows._make([*columns, unit[keep], count[keep], step, step])
-    link = _starts(step, src, dst)
-    message = np.cumsum(link | _starts(kind)) - 1
-    tag = message - message[np.flatnonzero(link)][np.cumsum(link) - 1]
-    return _Rows._make([*columns, unit[keep], count[keep], message, tag])
 
 
 class _Lowering:
@@ -83,7 +38,7 @@ class _Lowering:
         self.units, self.tokens = plan.units, plan.num_tokens(rank)
         self.size = plan.units.parts * plan.schedule.num_shares  # units of a rank
         self.queries, self.own_steps = plan.layout.pieces(rank), plan.schedule.own_steps(rank)
-        rows = _expand(plan, plan.hops(rank, backward=backward))
+        rows = moves_of(plan, plan.hops(rank, backward=backward))
         self.rows = rows
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
         self.guests, self.given = away_of(plan, rank)
@@ -136,7 +91,7 @@ class _Lowering:
         at = self.arena.of(here.unit)
         return place(here.unit, here.step + 1, leaves, here.count, at, self.tokens)
 
-    def _row(self, rows: _Rows) -> np.ndarray:
+    def _row(self, rows: Moves) -> np.ndarray:
         """First row of each unit in the buffer it is sent from or received into."""
         low = self.units.low[rows.unit]
         away = rows.owner != self.rank
@@ -146,13 +101,13 @@ class _Lowering:
                 low[some] = where.of(rows.unit[some])
         return low
 
-    def _sends(self, rows: _Rows) -> tuple[Message, ...]:
+    def _sends(self, rows: Moves) -> tuple[Message, ...]:
         low = self._row(rows)
         found = (rows.kind == OUT) | (rows.kind == DQ)  # counted from the first guest row
         low[found] = self.q.of(rows.unit[found]) - self.tokens
         return _messages(rows, rows.dst, low, SENDS)
 
-    def _recvs(self, rows: _Rows) -> tuple[tuple[Message, ...], Runs, Runs]:
+    def _recvs(self, rows: Moves) -> tuple[tuple[Message, ...], Runs, Runs]:
         """Messages, and where what lands is added: gradient rows, query rows."""
         target = self._row(rows)
         low, runs, size = target.copy(), [], []
@@ -264,12 +219,12 @@ def _spans(low: np.ndarray, count: np.ndarray) -> Runs:
 
 
 def _messages(
-    rows: _Rows, peers: np.ndarray, low: np.ndarray, buffers: dict[int, str]
+    rows: Moves, peers: np.ndarray, low: np.ndarray, buffers: dict[int, str]
 ) -> tuple[Message, ...]:
-    """Rows as messages, one a peer and kind."""
+    """Moves as messages, in their order: both ends post a link's messages in it, see messages.py."""
     if not len(low):
         return ()
-    first = np.flatnonzero(_starts(rows.message))
+    first = np.flatnonzero(starts(rows.message))
     ends = np.append(first[1:], len(low))
     before = np.cumsum(rows.count) - rows.count
     size = before[ends - 1] + rows.count[ends - 1] - before[first]

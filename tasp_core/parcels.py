@@ -39,8 +39,11 @@ def parcels(
 
     Adjacent rows are views of their buffer, and so is each part of a large message; small messages
     of scattered rows are gathered, all of a kind at once. Both ends know all sizes and divide alike.
+    The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
+    send with the first receive, so what other peers send and how rows lie must not change it.
     """
-    found, scattered = [], dict[int, list[Message]]()
+    posted: list[Parcel | Message] = []
+    scattered = dict[int, list[int]]()  # places in `posted` of what is gathered, by kind
     for m in messages:
         buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
         if m.rows is None:
@@ -48,16 +51,18 @@ def parcels(
         elif (
             m.count * math.prod(buffer.shape[1:]) * dtype.itemsize <= len(m.rows.src) * SMALL_BYTES
         ):
-            scattered.setdefault(m.kind, []).append(m)
+            scattered.setdefault(m.kind, []).append(len(posted))
+            posted.append(m)
             continue
         else:
             parts = m.ranges
         for i, (low, count) in enumerate(parts):
             rows = buffer[low : low + count]
             rows = rows if rows.dtype == dtype else rows.to(dtype)
-            found.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
+            posted.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
     landing = []
-    for some in scattered.values():
+    for places in scattered.values():
+        some = [m for m in map(posted.__getitem__, places) if isinstance(m, Message)]
         if receive:
             buffer = buffers[some[0].buffer]
             gathered = buffer.new_empty((sum(m.count for m in some), *buffer.shape[1:]))
@@ -65,10 +70,9 @@ def parcels(
         else:
             gathered = take_rows(some, buffers)
         pieces = gathered.split([m.count for m in some])
-        found += [
-            Parcel(m, rows, m.tag * PARTS % TAGS) for m, rows in zip(some, pieces, strict=True)
-        ]
-    return found, landing
+        for place, m, rows in zip(places, some, pieces, strict=True):
+            posted[place] = Parcel(m, rows, m.tag * PARTS % TAGS)
+    return [p for p in posted if isinstance(p, Parcel)], landing
 
 
 def _index(messages: Sequence[Message], device: torch.device) -> Tensor:

@@ -69,7 +69,11 @@ class Compute(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: start guests, post sends and receives, compute, wait, then add what landed."""
+    """One step: start guests, post sends and receives, compute, wait, then add what landed.
+
+    Messages are posted in the order in which they stand here. To and from one peer they come in the
+    order of their tags, on both ends alike: NCCL pairs messages by that order, gloo by their tags.
+    """
 
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]

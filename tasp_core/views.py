@@ -35,10 +35,17 @@ def aligned(x: Tensor) -> Tensor:
 
     GPU kernels refuse such rows; matrix products on some CPUs round them differently.
     """
-    apart = [x.storage_offset(), *x.stride()[:-1]]
-    if x.stride(-1) == 1 and all(n * x.itemsize % 16 == 0 for n in apart):
+    apart = [_address(x), *(n * x.itemsize for n in x.stride()[:-1])]
+    if x.stride(-1) == 1 and all(n % 16 == 0 for n in apart):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _address(x: Tensor) -> int:
+    """Where x begins; of a subclass without memory (a fake tensor), counted from its storage."""
+    if type(x) is Tensor:
+        return x.data_ptr()  # storages that another library has allocated may begin anywhere
+    return int(x.storage_offset()) * x.itemsize
 
 
 class Picker:

