@@ -251,6 +251,7 @@ class _Lowering:
         return Program(
             self.rank, plan.ranks, self.tokens, self.arena_rows, self.acc_rows, self.landing_rows,
             self.guest_rows, self.answer_rows, steps, collective, self.gathered_rows,
+            plan.schedule.exchange, plan.schedule.kinds(backward=self.backward),
         )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ class Sap(Routed):
     name = "sap"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
         whole(self.relay, "sap: relay", 0, PlanError)
         if self.relay and self.node_size < self.ranks:
@@ -73,8 +74,8 @@ class Sap(Routed):
             raise PlanError(
                 f"sap: relay is searched for up to {MOST_RELAYING} ranks, not {self.ranks}; leave it at 0"
             )
-        if self.move_q and self.exchange != "p2p":
-            raise PlanError("sap: move_q=True needs exchange='p2p'; set one of the two")
+        if not isinstance(self.move_q, bool):
+            raise PlanError(f"sap: move_q must be true or false, got {self.move_q!r}")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
             raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
 

@@ -71,9 +71,10 @@ class Wave(Schedule):
     alike = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, least in (("blocks", 1), ("twins", 0)):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise PlanError(
                     f"schedule {self.name!r}: {key} must be a whole number >= {least}, got {value!r}"
                 )
@@ -165,6 +166,14 @@ class AllGather(Wave):
 
     name = "all_gather"
     alike = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.exchange, self.blocks, self.twins) != ("p2p", 1, 0):
+            raise PlanError(
+                "schedule 'all_gather' takes no exchange, blocks or twins: its keys move in one "
+                "collective; use 'wave' with blocks=1 for single messages"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
