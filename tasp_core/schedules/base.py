@@ -31,6 +31,7 @@ from ..layout import Layout
 
 EXCHANGES = ("p2p", "all_to_all")
 KINDS = ("kv", "dkv", "q", "out", "dq")
+MOST_PLACES = 1 << 27  # of shares on ranks, in a table
 KV, DKV, Q, OUT, DQ = range(5)
 
 
@@ -267,7 +268,11 @@ class Table(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self.shares, "num_shares", 1, PlanError)
+        if whole(self.shares, "num_shares", 1, PlanError) * self.ranks**2 > MOST_PLACES:
+            raise PlanError(
+                f"num_shares must be at most {max(1, MOST_PLACES // self.ranks**2)} of {self.ranks} ranks, "
+                f"so that a proof fits into memory; got {self.shares}"
+            )
         object.__setattr__(self, "claim", _promise(self.claim))
         if isinstance(self.words, str) or not isinstance(self.words, Iterable):
             raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.words!r:.80}")
