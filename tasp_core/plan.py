@@ -44,6 +44,7 @@ from .units import Units, cut_units
 
 SCHEMA = 1
 MOST_TOKENS = 1 << 31
+MOST_WINDOW = 1 << 60
 MOST_IDLE = 16  # steps without hops that a table shows one by one
 
 
@@ -75,6 +76,8 @@ class Plan:
                 f"a plan has at most {MOST_TOKENS} tokens, so that pairs can be counted; "
                 f"the row has {self.docs.total}"
             )
+        if (self.docs.window or 0) > MOST_WINDOW:
+            raise PlanError(f"a window is at most {MOST_WINDOW} tokens, got {self.docs.window}")
         for what, found in (("schedule", self.schedule.ranks), ("machine", self.machine.ranks)):
             if found != n:
                 raise PlanError(f"the {what} is for {found} ranks, the layout for {n}")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .documents import Documents
 from .errors import PlanError
 from .layout import Layout
-from .schedules import SCHEDULES, Promise, Schedule, Table, build
+from .schedules import SCHEDULES, Schedule, Table, build
+from .schedules.base import read_promise
 from .topology import MESH, Machine
 from .topology import machine as find_machine
 
@@ -186,7 +187,7 @@ def read_schedule(data: dict[str, Any], machine: Machine, layout: Layout) -> Sch
         "table",
         lambda: Table(
             machine.ranks, machine.node_size, options.get("exchange", "p2p"), tuple(data["hops"]),
-            data["num_shares"], Promise(*data["promise"]), like,
+            data["num_shares"], read_promise(data["promise"]), like,
         ),
     )  # fmt: skip
 

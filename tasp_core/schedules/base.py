@@ -273,7 +273,7 @@ class Table(Schedule):
                 f"num_shares must be at most {max(1, MOST_PLACES // self.ranks**2)} of {self.ranks} ranks, "
                 f"so that a proof fits into memory; got {self.shares}"
             )
-        object.__setattr__(self, "claim", _promise(self.claim))
+        object.__setattr__(self, "claim", read_promise(self.claim))
         if isinstance(self.words, str) or not isinstance(self.words, Iterable):
             raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.words!r:.80}")
         object.__setattr__(self, "words", tuple(self.words))
@@ -339,7 +339,7 @@ class Table(Schedule):
         return _kinds(self.hops(backward=backward))
 
 
-def _promise(claim: Any) -> Promise:
+def read_promise(claim: Any) -> Promise:
     """A promise whose limits are limits.
 
     Raises:

@@ -23,6 +23,7 @@ from ..errors import PlanError
 from ..hardware import Machine
 from .base import DKV, KV, Hops, Promise, Schedule
 
+MOST_SHARES = 1 << 20
 Steps = tuple[np.ndarray, np.ndarray]
 Times = tuple[Steps, Steps, Steps]
 
@@ -78,6 +79,11 @@ class Wave(Schedule):
                 raise PlanError(
                     f"schedule {self.name!r}: {key} must be a whole number >= {least}, got {value!r}"
                 )
+        if self.num_shares > MOST_SHARES:
+            raise PlanError(
+                f"schedule {self.name!r}: blocks x twins must be at most {MOST_SHARES} shares, "
+                f"got {self.blocks} x {self.twins}"
+            )
         if self.twins and (self.ranks == self.node_size or self.node_size == 1):
             raise PlanError(
                 f"schedule 'wave': twins={self.twins} need at least two nodes of two ranks; use twins=0"
