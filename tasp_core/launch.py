@@ -52,13 +52,15 @@ class RankError(RuntimeError):
 
 
 class _Failure(NamedTuple):
-    """What a rank reported instead of a result."""
+    """What a rank reported instead of a result.
+
+    Attributes:
+        waited_for: ranks whose messages did not arrive, as far as known; None: a failure of its own.
+    """
 
     text: str
     cause: BaseException | None
-    waited_for: (
-        tuple[int, ...] | None
-    )  # None: the failure is its own, no message that did not arrive
+    waited_for: tuple[int, ...] | None
 
 
 def _loopback() -> str | None:
@@ -208,7 +210,7 @@ class _Reports:
             for pipe in ready:
                 self._receive(waiting[pipe])
             if ready and self.failures:
-                deadline = min(end, time.monotonic() + self._patience())
+                deadline = min(self._until(deadline), end)
         if self.failures or self.silent:
             raise self._error()
         return [self.results[rank] for rank in range(len(self.pipes))]
@@ -226,12 +228,13 @@ class _Reports:
             good, value = False, _Failure(text, None, None)
         (self.results if good else self.failures)[rank] = value
 
-    def _patience(self) -> float:
-        """How long the ranks that are silent may still take."""
-        own = any(f.waited_for is None for f in self.failures.values())
-        if own or len(self.silent) == 1:
-            return GRACE_S
-        return GRACE_S + self.message_s  # of several, some wait for the one at fault
+    def _until(self, deadline: float) -> float:
+        """How long the ranks that are silent may still take after a report."""
+        soon = time.monotonic() + GRACE_S
+        if any(f.waited_for is None for f in self.failures.values()):
+            return min(deadline, soon)
+        # of several that are silent, some may still wait for the one at fault
+        return soon if len(self.silent) == 1 else soon + self.message_s
 
     def _error(self) -> RankError:
         hung = self._stacks()
