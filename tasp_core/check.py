@@ -4,7 +4,9 @@
 
     holding    a rank sends only what it owns or what arrived in an earlier step
     coverage   every visible (query, key) pair is computed exactly once, no invisible one is
-    links      no link or NIC carries more shares in a step than the schedule promises
+    exchange   a collective moves what the plan says it moves
+    links      no link or NIC of the machine carries more shares in a step than the schedule promises
+               (a collective's links are the library's choice: the report says so)
     memory     no rank holds more travelling KV, or more guest queries, than the schedule promises
     gradients  every rank's part of every share's gradient is added up on the way and ends at its owner
     pairing    both ends of every link derive the same messages, in the same order, from their own tables
@@ -30,7 +32,8 @@ class _Checker:
     """One pass over one plan; each method proves one property."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.n, self.shares = plan, plan.ranks, plan.schedule.num_shares
+        self.whole, self.plan = plan, plan.inner
+        self.n, self.shares = plan.inner.ranks, plan.schedule.num_shares
         self.all = plan.hops()
         self.hops = self.all.where(self.all.kind == KV)
         self.guests = self.all.where(self.all.kind == Q)
@@ -49,8 +52,45 @@ class _Checker:
         mark, word = None, ""
         if hops is not None:
             mark, word = int(hops.step[row]), f" at {hops.where(np.array([row])).words()[0]}"
-        table = self.plan.table(backward=backward, mark=mark)
-        raise PlanError(f"{what}{word}\n{self.plan.summary()}\n{table}")
+        table = self.whole.table(backward=backward, mark=mark)
+        raise PlanError(f"{what}{word}\n{self.whole.summary()}\n{table}")
+
+    @property
+    def who(self) -> str:
+        """What the numbers of hops and tables count."""
+        return "rank" if self.whole.intra == 1 else "group"
+
+    @property
+    def between(self) -> str:
+        return "" if self.whole.intra == 1 else " between groups"
+
+    def name(self, number: int) -> str:
+        """A rank; of groups of ranks, the group and its ranks."""
+        return self.whole.name_of(int(number))
+
+    def exchange(self) -> None:
+        """What is moved by a collective is what the collective moves, and nothing else."""
+        collective = self.plan.schedule.collective
+        if collective is None:
+            return
+        if collective != "all_gather":
+            self.fail(f"the executor knows no collective {collective!r}, only 'all_gather'")
+        other = np.flatnonzero((self.all.step == 0) & (self.all.kind != KV))
+        if other.size:
+            self.fail("an all-gather moves keys and values only", self.all, other[0])
+        kv = self.hops
+        odd = np.flatnonzero((kv.step != 0) | (kv.src != kv.owner))
+        if odd.size:
+            self.fail("an all-gather moves everything at step 0, from its owner", kv, odd[0])
+        moved = np.zeros((self.n, self.n, self.shares), dtype=bool)
+        moved[kv.dst, kv.owner, kv.share] = True
+        lacking = np.argwhere(~moved & ~np.eye(self.n, dtype=bool)[:, :, None])
+        if lacking.size:
+            rank, owner, share = lacking[0]
+            self.fail(
+                f"an all-gather moves everything to everybody; {self.name(rank)} is not to receive "
+                f"kv{owner}.{share}"
+            )
 
     def names(self) -> None:
         for hops, backward in ((self.all, False), (self.back, True)):
@@ -60,7 +100,8 @@ class _Checker:
             good &= (hops.step >= 0) & (hops.step < MOST_STEPS)
             bad = np.flatnonzero(~good)
             if bad.size:
-                what = f"a hop names a rank outside 0..{self.n - 1}, a share outside 0..{self.shares - 1}"
+                what = f"a hop names a {self.who} outside 0..{self.n - 1}"
+                what += f", a share outside 0..{self.shares - 1}"
                 self.fail(
                     f"{what}, its own sender or a step outside 0..{MOST_STEPS - 1}",
                     hops,
@@ -87,13 +128,16 @@ class _Checker:
         _, first = np.unique(key, return_index=True)
         again = np.setdiff1d(np.arange(len(key)), first)
         own = np.flatnonzero(hops.dst == hops.owner)
-        for rows, what in ((own, "a rank is sent its own share"), (again, "a share arrives twice")):
+        for rows, what in (
+            (own, f"a {self.who} is sent its own share"),
+            (again, "a share arrives twice"),
+        ):
             if rows.size:
                 self.fail(what, hops, rows[0])
         arrival[hops.dst, hops.owner, hops.share] = hops.step
         early = np.flatnonzero(arrival[hops.src, hops.owner, hops.share] >= hops.step)
         if early.size:
-            self.fail("a rank sends what it does not hold yet", hops, early[0])
+            self.fail(f"a {self.who} sends what it does not hold yet", hops, early[0])
 
     def answers(self) -> None:
         """What is computed away from home: with what is there, once, and sent home afterwards."""
@@ -104,8 +148,9 @@ class _Checker:
         if wrong.size:
             i = wrong[0]
             self.fail(
-                f"at step {m.step[i]} rank {m.rank[i]} is to compute q{m.q_owner[i]}.{m.q_share[i]} with "
-                f"kv{m.owner[i]}.{m.share[i]} and does not hold both, or is their home"
+                f"at step {m.step[i]} {self.name(m.rank[i])} is to compute "
+                f"q{m.q_owner[i]}.{m.q_share[i]} with kv{m.owner[i]}.{m.share[i]} and does not hold "
+                "both, or is their home"
             )
         pairs = np.stack([m.q_owner, m.q_share, m.owner, m.share])
         if np.unique(pairs, axis=1).shape[1] < len(m.step):
@@ -125,7 +170,7 @@ class _Checker:
             if lost.size:
                 rank, owner, share = lost[0]
                 self.fail(
-                    f"rank {rank} sends what q{owner}.{share} found {sent[rank, owner, share]} times",
+                    f"{self.name(rank)} sends what q{owner}.{share} found {sent[rank, owner, share]} times",
                     backward=kind == DQ,
                 )
 
@@ -138,7 +183,7 @@ class _Checker:
         work, lost = count_pairs(plan, self.arrival)
         if lost is not None:
             self.fail(
-                f"rank {lost.rank} needs share {lost.share} of rank {lost.owner}'s KV "
+                f"{self.name(lost.rank)} needs share {lost.share} of {self.name(lost.owner)}'s KV "
                 f"and never receives it: {lost.pairs} visible pairs are not computed"
             )
         if work.sum() != plan.docs.num_pairs:
@@ -146,24 +191,26 @@ class _Checker:
         return work
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
-        """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise."""
+        """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise.
+
+        Steps in which nothing moves are left out.
+        """
         hops, promise = self.all, self.plan.schedule.promise
-        steps = int(hops.step.max()) + 1 if hops.step.size else 0
+        steps, number = np.unique(hops.step, return_inverse=True)
         node = np.arange(self.n) // self.plan.machine.node_size
-        load = np.zeros((steps, self.n, self.n), dtype=np.int64)
-        np.add.at(load, (hops.step, hops.src, hops.dst), 1)
+        load = np.zeros((len(steps), self.n, self.n), dtype=np.int64)
+        np.add.at(load, (number, hops.src, hops.dst), 1)
         same = node[:, None] == node[None, :]
-        if self.plan.schedule.collective:  # a collective's traffic is the library's own choice
+        if self.plan.schedule.collective:  # its traffic is the library's choice: the report says so
             return load, (load * ~same).sum(axis=2)
         cross = load * ~same
         nic_out, nic_in = cross.sum(axis=2), cross.sum(axis=1)
-        nodes_match = self.plan.schedule.node_size == self.plan.machine.node_size
         limits = (
             (load * same, promise.inside, "link"),
             (nic_out, promise.across, "NIC out"),
             (nic_in, promise.across, "NIC in"),
         )
-        for loads, limit, what in limits if nodes_match else ():
+        for loads, limit, what in limits:
             over = np.argwhere(loads > limit)
             if over.size:
                 at = tuple(over[0])
@@ -173,10 +220,11 @@ class _Checker:
                     "link": [hops.src, hops.dst], "NIC out": [hops.src], "NIC in": [hops.dst],
                 }[what]  # fmt: skip
                 fits = np.logical_and.reduce([e == r for e, r in zip(ends, at[1:], strict=True)])
-                fits &= (hops.step == at[0]) & (crossing == (what != "link"))
+                fits &= (number == at[0]) & (crossing == (what != "link"))
                 row = int(np.flatnonzero(fits)[-1])
                 self.fail(
-                    f"{what} {where} carries {loads[at]} shares in step {at[0]}, {limit} are promised;",
+                    f"{what} {where}{self.between} carries {loads[at]} shares in step {steps[at[0]]}, "
+                    f"{limit} are promised;",
                     hops, row,
                 )  # fmt: skip
         return load, nic_out
@@ -215,7 +263,7 @@ class _Checker:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
             row = int(np.flatnonzero((hops.dst == where) & (hops.step <= step))[-1])
             self.fail(
-                f"rank {where} holds {peak:.3g} {what} in step {step}, {promised:.3g} are promised;",
+                f"{self.name(where)} holds {peak:.3g} {what} in step {step}, {promised:.3g} are promised;",
                 hops, row,
             )  # fmt: skip
         return peak
@@ -227,7 +275,7 @@ class _Checker:
         _, first = np.unique(key, return_index=True)
         again = np.setdiff1d(np.arange(len(key)), first)
         if again.size:
-            self.fail("a gradient leaves a rank twice", hops, again[0], True)
+            self.fail(f"a gradient leaves a {self.who} twice", hops, again[0], True)
         home = np.flatnonzero(hops.src == hops.owner)
         if home.size:
             self.fail("an owner sends its own gradient away", hops, home[0], True)
@@ -254,7 +302,9 @@ class _Checker:
         kept = np.argwhere((self.arrival >= 0) & (self.arrival < NEVER) & (leaves >= NEVER))
         if kept.size:
             rank, owner, share = kept[0]
-            self.fail(f"rank {rank} never sends its part of dkv{owner}.{share} home", backward=True)
+            self.fail(
+                f"{self.name(rank)} never sends its part of dkv{owner}.{share} home", backward=True
+            )
 
     def pairing(self) -> None:
         for hops, backward in ((self.all, False), (self.back, True)):
@@ -269,7 +319,9 @@ class _Checker:
 
 
 def check(plan: Plan) -> Report:
-    """Prove a plan right, forward and backward, or say what is wrong; with `intra`, between groups.
+    """Prove a plan right, forward and backward, or say what is wrong.
+
+    With `intra` above 1 the proof, and what hops and tables name, is between groups of ranks.
 
     Raises:
         PlanError: the first property that fails, the hop at fault, and the table with its step marked.
@@ -279,9 +331,10 @@ def check(plan: Plan) -> Report:
     >>> report.max_load, report.min_load, report.busy, report.peak_shards
     (1, 1, 1.0, 2.0)
     """
-    plan = plan.inner
     checker = _Checker(plan)
+    plan = plan.inner
     checker.names()
+    checker.exchange()
     checker.holding()
     checker.answers()
     work = checker.coverage()
@@ -293,15 +346,17 @@ def check(plan: Plan) -> Report:
     node = np.arange(plan.ranks) // plan.machine.node_size
     inside = (node[:, None] == node[None, :]) & ~np.eye(plan.ranks, dtype=bool)
     links = load[:, inside] if inside.any() else nic
+    steps = int(hops.step.max()) + 1 if hops.step.size else 0
+    idle = steps > len(load)  # some steps move nothing
     total = load.sum(axis=0) if inside.any() else np.diag(nic.sum(axis=0))
     top = np.unravel_index(total.argmax(), total.shape)
     tokens = plan.tokens_moved(hops)
     return Report(
         max_load=int(links.max(initial=0)),
-        min_load=int(links.min()) if links.size else 0,
+        min_load=int(links.min()) if links.size and not idle else 0,
         max_nic=int(nic.max(initial=0)),
-        min_nic=int(nic.min()) if nic.size else 0,
-        busy=float((links > 0).mean()) if links.size else 0.0,
+        min_nic=int(nic.min()) if nic.size and not idle else 0,
+        busy=float((links > 0).mean(axis=1).sum() / steps) if links.size else 0.0,
         busiest=(int(top[0]), int(top[1]), int(total.max(initial=0))),
         pairs=int(work.sum()),
         peak_shards=peak,
@@ -311,4 +366,6 @@ def check(plan: Plan) -> Report:
         if hops.step.size
         else np.zeros(plan.ranks, dtype=np.int64),
         messages=int(np.count_nonzero(tokens)),
+        promise=plan.schedule.promise,
+        links_proved=plan.schedule.collective is None,
     )

@@ -5,6 +5,7 @@ All are `ValueError`s except `TransportError`, which reports a peer that stopped
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -25,7 +26,15 @@ class FabricError(TopologyError):
 
 
 class TransportError(RuntimeError):
-    """A message that did not arrive; names rank, step, peer and share."""
+    """A message that did not arrive; names rank, step, peer and share.
+
+    Attributes:
+        peers: the ranks, of all processes, for which it waited; () where that is not known.
+    """
+
+    def __init__(self, *args: object, peers: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.peers = tuple(int(peer) for peer in peers)
 
 
 def whole(value: Any, what: str, least: int, error: type[ValueError]) -> int:

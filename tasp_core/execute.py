@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .errors import PlanError
 from .kernels import Kernel
 from .layout import ranges
 from .lower import lower
@@ -25,7 +26,7 @@ from .parcels import Buffers
 from .plan import Plan
 from .program import Compute, Program, Runs, Step
 from .queries import Queries
-from .schedules import OUT
+from .schedules import EXCHANGES, OUT
 from .transport import Exchange, Wait
 from .ulysses import Ulysses
 from .views import aligned, once
@@ -85,11 +86,19 @@ class Context:
         if self.exchange is None or self.plan.ranks == 1:
             return lambda: None
         if program.collective and t == 0:
+            if program.collective != "all_gather" or step.sends or step.recvs:
+                moved = " and messages" * bool(step.sends or step.recvs)
+                raise PlanError(
+                    f"rank {self.rank}, step 0: the executor knows one collective, all_gather, by itself; "
+                    f"the plan asks for {program.collective!r}{moved}; prove it with tasp.check"
+                )
             own, arena = buffers["kv"].split([program.tokens, program.arena_rows])
             return self.exchange.all_gather(own, arena, program.gathered_rows)
-        if self.plan.schedule.exchange == "all_to_all":
-            return self.exchange.post_all_to_all(t, step, buffers)
-        return self.exchange.post(t, step, buffers)
+        if program.exchange == "p2p":
+            return self.exchange.post(t, step, buffers)
+        if program.exchange == "all_to_all":
+            return self.exchange.post_all_to_all(t, step, buffers, program.kinds)
+        raise PlanError(f"exchange must be one of {EXCHANGES}, got {program.exchange!r}")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

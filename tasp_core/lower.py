@@ -19,6 +19,7 @@ import numpy as np
 
 from .buffers import Place, Runs, join_runs, last_use, place
 from .calls import Group, compute
+from .errors import LayoutError
 from .guests import alike, away_of
 from .layout import Pieces, ranges
 from .messages import Moves, moves_of, starts
@@ -206,6 +207,7 @@ class _Lowering:
         return Program(
             self.rank, plan.ranks, self.tokens, self.arena_rows, self.acc_rows, self.landing_rows,
             self.guest_rows, self.answer_rows, steps, collective, self.gathered_rows,
+            plan.schedule.exchange, plan.schedule.kinds(backward=self.backward),
         )  # fmt: skip
 
 
@@ -251,4 +253,6 @@ def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = Fals
     >>> program.arena_rows, [len(s.compute.calls) for s in program.steps]
     (32, [2, 1, 1, 1])
     """
+    if not 0 <= rank < plan.ranks:
+        raise LayoutError(f"rank {rank} does not exist: ranks are 0..{plan.ranks - 1}")
     return _Lowering(plan.inner, rank // plan.intra, backward, keep_kv).program()

@@ -24,14 +24,28 @@ from typing import Any
 import numpy as np
 
 from .documents import Documents
-from .errors import PlanError, whole
+from .errors import LayoutError, PlanError, whole
 from .layout import Layout
-from .recipe import between_groups, read_schedule, recipe, resolve_machine
+from .recipe import (
+    MOST_RANKS,
+    between_groups,
+    read_documents,
+    read_json,
+    read_layout,
+    read_machine,
+    read_schedule,
+    recipe,
+    resolve_machine,
+)
 from .schedules import KINDS, Hops, Promise, Schedule, Table, build
+from .schedules.helper import busiest
 from .topology import Machine
 from .units import Units, cut_units
 
 SCHEMA = 1
+MOST_TOKENS = 1 << 31
+MOST_WINDOW = 1 << 60
+MOST_IDLE = 16  # steps without hops that a table shows one by one
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,44 @@ class Plan:
     schedule: Schedule
     machine: Machine
     intra: int = 1
+
+    def __post_init__(self) -> None:
+        """Every plan passes here, whether options, words, JSON or a pickle make it.
+
+        Raises:
+            PlanError: parts that do not belong together; more ranks or tokens than can be counted.
+        """
+        intra = whole(self.intra, "intra", 1, PlanError)
+        n = self.layout.ranks
+        if n * intra > MOST_RANKS:
+            raise PlanError(f"a plan has at most {MOST_RANKS} ranks, got {n} groups of {intra}")
+        if self.docs.total > MOST_TOKENS:
+            raise PlanError(
+                f"a plan has at most {MOST_TOKENS} tokens, so that pairs can be counted; "
+                f"the row has {self.docs.total}"
+            )
+        if (self.docs.window or 0) > MOST_WINDOW:
+            raise PlanError(f"a window is at most {MOST_WINDOW} tokens, got {self.docs.window}")
+        for what, found in (("schedule", self.schedule.ranks), ("machine", self.machine.ranks)):
+            if found != n:
+                raise PlanError(f"the {what} is for {found} ranks, the layout for {n}")
+        if self.layout.docs != self.docs:
+            raise PlanError(
+                "the layout is of other documents than the plan; make it with tasp.plan"
+            )
+        node_size = n if self.schedule.collective else self.machine.node_size
+        if n > 1 and self.schedule.node_size != node_size:
+            raise PlanError(
+                f"the schedule is for nodes of {self.schedule.node_size} ranks, "
+                f"the machine has nodes of {node_size}"
+            )
+        like = self.schedule.like if isinstance(self.schedule, Table) else self.schedule
+        compiled = getattr(like, "layout", None)
+        if compiled not in (None, self.layout):
+            raise PlanError(
+                f"the schedule is compiled for layout {compiled.name!r} of other tokens; "
+                "make it with tasp.plan"
+            )
 
     @property
     def ranks(self) -> int:
@@ -62,8 +114,12 @@ class Plan:
         return self.layout.num_tokens(group) * np.arange(self.intra + 1) // self.intra
 
     def tokens(self, rank: int) -> np.ndarray:
-        """Global token ids of a rank in local order, int64: row i of its q, k, v is this token."""
-        group, member = divmod(rank, self.intra)
+        """Global token ids of a rank in local order, int64: row i of its q, k, v is this token.
+
+        Raises:
+            LayoutError: the rank does not exist.
+        """
+        group, member = divmod(self._rank(rank), self.intra)
         low, high = self.member_tokens(group)[member : member + 2]
         return self.layout.tokens(group)[low:high]
 
@@ -72,10 +128,19 @@ class Plan:
         return self.docs.positions(self.tokens(rank))
 
     def num_tokens(self, rank: int) -> int:
-        """Tokens a rank holds."""
-        group, member = divmod(rank, self.intra)
+        """Tokens a rank holds.
+
+        Raises:
+            LayoutError: the rank does not exist.
+        """
+        group, member = divmod(self._rank(rank), self.intra)
         low, high = self.member_tokens(group)[member : member + 2]
         return int(high - low)
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
+        return rank
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rank and local index of global tokens."""
@@ -87,7 +152,18 @@ class Plan:
         return group * self.intra + member, row - borders[np.arange(len(row)), member]
 
     def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
-        """The hop table of the forward or backward pass, of one rank or all, between groups."""
+        """The hop table of the forward or backward pass, of one rank or all.
+
+        With `intra` above 1 it is between groups, and `rank` is a group's number.
+
+        Raises:
+            PlanError: the rank, or group, does not exist.
+        """
+        if rank is not None and not 0 <= rank < self.layout.ranks:
+            what = "rank" if self.intra == 1 else f"group of {self.intra} ranks"
+            raise PlanError(
+                f"{what} {rank} does not exist: {what.split()[0]}s are 0..{self.layout.ranks - 1}"
+            )
         return self.schedule.hops(rank, backward=backward)
 
     def with_hops(
@@ -101,9 +177,15 @@ class Plan:
                 "num_shares cannot change: this schedule's shares have sizes of their own"
             )
         like = old.like if isinstance(old, Table) else old if old.uneven else None
+        if promise is None:
+            promise = old.promise
+            if old.collective:  # its words are single messages, over the machine's links and NICs
+                buffer = promise.buffer
+                promise = busiest(old.hops(), old.ranks, self.machine.node_size)
+                promise = promise._replace(buffer=buffer)
         table = Table(
-            self.layout.ranks, old.node_size, old.exchange, tuple(words),
-            whole(shares, "num_shares", 1, PlanError), promise or old.promise, like,
+            self.layout.ranks, self.machine.node_size, old.exchange, tuple(words),
+            whole(shares, "num_shares", 1, PlanError), promise, like,
         )  # fmt: skip
         return replace(self, schedule=table)
 
@@ -146,7 +228,13 @@ class Plan:
         }
         machine = asdict(self.machine)
         return json.dumps(
-            {"schema": SCHEMA, "documents": documents, **recipe(self), "machine": machine}
+            {
+                "schema": SCHEMA,
+                "documents": documents,
+                **recipe(self),
+                "world_size": self.ranks,
+                "machine": machine,
+            }
         )
 
     @classmethod
@@ -156,23 +244,10 @@ class Plan:
         Raises:
             PlanError: not a plan, another schema version, or values no plan can have.
         """
-        try:
-            data = json.loads(text)
-            if data.get("schema") != SCHEMA:
-                raise PlanError(
-                    f"plan has schema {data.get('schema')!r}, this version reads {SCHEMA}"
-                )
-            if not isinstance(data["documents"]["causal"], bool):
-                raise PlanError("documents.causal must be true or false")
-            docs = Documents(**data["documents"])
-            machine = resolve_machine(Machine(**data["machine"]), data["ranks"])
-            layout = Layout(data["layout"], docs, data["ranks"])
-            schedule = read_schedule(data, machine, layout)
-            intra = whole(data["intra"], "intra", 1, PlanError)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
-            raise PlanError(f"not a plan: {kind}{error}") from None
-        return cls(docs, layout, schedule, machine, intra)
+        data = read_json(text, SCHEMA)
+        docs, machine = read_documents(data), read_machine(data)
+        layout = read_layout(data, docs)
+        return cls(docs, layout, read_schedule(data, machine, layout), machine, data["intra"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.docs, self.layout, self.schedule, self.machine, self.intra)
@@ -198,27 +273,42 @@ class Plan:
     def _inside(self) -> str:
         if self.intra == 1:
             return ""
-        return f"; heads over groups of {self.intra} ranks, the table is between {self.layout.ranks} groups"
+        last = self.layout.ranks - 1
+        return (
+            f"; heads over groups of {self.intra} ranks, the table is between {last + 1} groups: "
+            f"{self.name_of(last)}"
+        )
+
+    def name_of(self, number: int) -> str:
+        """What a number in hops and tables means: "rank 3", or "group 3 (ranks 6..7)" where intra is 2."""
+        if self.intra == 1:
+            return f"rank {number}"
+        return f"group {number} (ranks {number * self.intra}..{(number + 1) * self.intra - 1})"
 
     def table(self, *, backward: bool = False, mark: int | None = None, width: int = 4) -> str:
         """The step x rank table: what each rank receives, "src>kvOWNER.SHARE"; `mark` points at a step.
 
-        A cell shows at most `width` hops, then "+k" for k more.
+        A cell shows at most `width` hops, then "+k" for k more; many steps without hops are one line.
         """
         hops = self.hops(backward=backward)
-        steps = range(int(hops.step.max()) + 1 if hops.step.size else 0)
+        used = np.unique(hops.step).tolist()
         cells: dict[tuple[int, int], list[str]] = {}
         rows = zip(*(c.tolist() for c in hops), strict=True)
         for step, src, dst, owner, share, kind in rows:
             cells.setdefault((step, dst), []).append(f"{src}>{KINDS[kind]}{owner}.{share}")
-        lines = [["step", *(f"into {r}" for r in range(self.layout.ranks))]]
-        for step in steps:
-            row = [f"{step}" + (" <--" if step == mark else "")]
-            for rank in range(self.layout.ranks):
-                words = cells.get((step, rank), ["-"])
-                more = f" +{len(words) - width}" if len(words) > width else ""
-                row.append(" ".join(words[:width]) + more)
-            lines.append(row)
+        into = "into" if self.intra == 1 else "into group"
+        lines = [["step", *(f"{into} {r}" for r in range(self.layout.ranks))]]
+        for before, step in zip([-1, *used], used, strict=False):
+            if step - before > MOST_IDLE:
+                lines.append(["...", *["-"] * self.layout.ranks])
+                before = step - 1
+            for t in range(before + 1, step + 1):
+                row = [f"{t}" + (" <--" if t == mark else "")]
+                for rank in range(self.layout.ranks):
+                    words = cells.get((t, rank), ["-"])
+                    more = f" +{len(words) - width}" if len(words) > width else ""
+                    row.append(" ".join(words[:width]) + more)
+                lines.append(row)
         widths = [max(8, *(len(x) for x in column)) + 2 for column in zip(*lines, strict=True)]
         widths[0] = max(6, *(len(line[0]) + 2 for line in lines))
         text = ("".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines)

@@ -99,6 +99,8 @@ class Program:
     steps: tuple[Step, ...]
     collective: str | None
     gathered_rows: int  # rows of one rank in a collective's buffer
+    exchange: str  # how messages move: one of schedules.EXCHANGES
+    kinds: tuple[int, ...]  # what moves in the pass on any rank; equal on all ranks
 
     @property
     def num_calls(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .schedules import Promise
+
 
 @dataclass(frozen=True)
 class Report:
@@ -23,6 +25,8 @@ class Report:
         work: pairs computed, int64 [ranks, steps + 1].
         tokens_sent: tokens whose keys or queries each rank sends, int64 [ranks].
         messages: hops with tokens in them, whole forward pass.
+        promise: the loads and buffers that the plan was held to.
+        links_proved: whether loads were held to it; a collective's are the library's own choice.
     """
 
     max_load: int
@@ -37,6 +41,8 @@ class Report:
     work: np.ndarray
     tokens_sent: np.ndarray
     messages: int
+    promise: Promise
+    links_proved: bool
 
     @property
     def balance(self) -> float:
@@ -51,13 +57,23 @@ class Report:
         some = mean > 0
         return float((self.work.max(axis=0)[some] / mean[some]).max(initial=1.0))
 
+    def _links(self) -> str:
+        if not self.links_proved:
+            return "not proved: what links carry in a collective is the choice of its library"
+        most = f" ({self.promise.inside} promised)" * (self.promise.inside > self.max_load)
+        nics = f", {self.min_nic}..{self.max_nic} a NIC" if self.max_nic else ""
+        nics += f" ({self.promise.across} promised)" * (self.promise.across > self.max_nic > 0)
+        return (
+            f"proved: {self.min_load}..{self.max_load} shares a link and step{most}{nics}, "
+            f"{self.busy:.1%} of the links busy per step"
+        )
+
     def __str__(self) -> str:
         return "\n".join(
             (
                 f"holding    proved: every hop sends what its rank holds ({self.messages} messages)",
                 f"coverage   proved: {self.pairs} visible pairs, each computed once, no other pair",
-                f"links      proved: {self.min_load}..{self.max_load} shares a link and step, "
-                f"{self.busy:.1%} of the links busy per step",
+                f"links      {self._links()}",
                 f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank"
                 + f", {self.peak_guests:.3g} shards of guest queries" * (self.peak_guests > 0),
                 "gradients  proved: every contribution reaches its owner exactly once",

@@ -27,7 +27,7 @@ from torch import Tensor
 from .errors import PlanError, TransportError
 from .parcels import TAGS, Buffers, Parcel, parcels, put_rows, take_rows
 from .program import RECEIVES, Message, Step
-from .schedules import DKV, KV
+from .schedules import DKV, KINDS, KV
 
 Wait = Callable[[], None]
 Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
@@ -334,14 +334,30 @@ class Exchange:
         )
         return post(self.group, *sides)
 
-    def post_all_to_all(self, t: int, step: Step, buffers: Buffers) -> Wait:
-        """The same as one all-to-all for each kind of message; packs, so it needs one more copy."""
+    def post_all_to_all(
+        self, t: int, step: Step, buffers: Buffers, kinds: Sequence[int] = (KV, DKV)
+    ) -> Wait:
+        """The same as one all-to-all for each kind of message; packs, so it needs one more copy.
+
+        Args:
+            kinds: of which there are messages in the pass, on any rank: all ranks call the collective of
+                each, in this order, with or without messages of their own.
+
+        Raises:
+            PlanError: a message of another kind, which would stay behind.
+        """
+        behind = [m for m in (*step.sends, *step.recvs) if m.kind not in kinds]
+        if behind:
+            m, carried = behind[0], ", ".join(KINDS[kind] for kind in kinds)
+            raise PlanError(
+                f"rank {self.rank}, step {t}: {KINDS[m.kind]}{m.owner}.{m.share} is to move, the step's "
+                f"all-to-all carries {carried or 'nothing'}; name its kind in the schedule's kinds()"
+            )
         self.settle()
         finish = []
-        for kind in (DKV, KV):
-            like = buffers.get(RECEIVES[kind])
-            if like is None:
-                continue
+        for kind in kinds:
+            # a rank that moves no queries has no buffer of theirs, and no rows to send or receive
+            like = buffers.get(RECEIVES[kind], buffers["kv"][:0])
             out = [m for m in step.sends if m.kind == kind]
             into = [m for m in step.recvs if m.kind == kind]
             send = torch.cat([like[:0], *(take_rows([m], buffers) for m in out)])
@@ -349,10 +365,10 @@ class Exchange:
             splits = (self._splits(into), self._splits(out))
             with self._naming(t, "the step's all-to-all"):
                 work = dist.all_to_all_single(recv, send, *splits, group=self.group, async_op=True)
-            finish.append((work, recv, into))
+            finish.append((work, recv, send, into))
 
         def wait() -> None:
-            for work, recv, into in finish:
+            for work, recv, _, into in finish:  # what is sent must live until it has left
                 with self._naming(t, "the step's all-to-all"):
                     work.wait()
                 for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):

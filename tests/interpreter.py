@@ -1,5 +1,8 @@
 """An interpreter of programs on integers: a key is its token id, a query's result counts how often it
-met each key, a key's gradient how often each query met it. Rows in flight hold POISON."""
+met each key, a key's gradient how often each query met it. Rows in flight hold POISON.
+
+Messages move as the program's exchange moves them: p2p by sender, receiver, tag and kind; all_to_all by
+rows that every rank takes part in for each kind and step; an all-gather by rank, padded to equal rows."""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from tasp_core import Plan, lower
 from tasp_core.program import Call, Compute, Message, Program, Step
 
 POISON = -(10**9)
+Arrived = dict[int, list[tuple[Message, np.ndarray]]]  # by rank: what each of its receives gets
 
 
 class Machine:
@@ -102,17 +106,85 @@ def add(target: np.ndarray, source: np.ndarray, runs) -> None:
         target[d : d + n] += source[s : s + n]
 
 
+def _single(live: list[tuple[Machine, Step]], sent: dict[int, list[np.ndarray]]) -> Arrived:
+    """Messages by sender, receiver, tag and kind; none is left over."""
+    mail = {}
+    for r, step in live:
+        for m, rows in zip(step.sends, sent[r.program.rank], strict=True):
+            key = r.program.rank, m.peer, m.tag, m.kind
+            assert key not in mail, "two messages that nothing tells apart"
+            mail[key] = rows
+    found: Arrived = {}
+    for r, step in live:
+        own = r.program.rank
+        found[own] = [(m, mail.pop((m.peer, own, m.tag, m.kind))) for m in step.recvs]
+    assert not mail, "a message that nobody receives"
+    return found
+
+
+def _all_to_all(live: list[tuple[Machine, Step]], sent: dict[int, list[np.ndarray]]) -> Arrived:
+    """For each kind one collective: rows by rank, in the order of each side's messages."""
+    count, kinds = live[0][0].program.ranks, live[0][0].program.kinds
+    assert len(live) == count, "a rank takes no part in a collective"
+    found: Arrived = {r.program.rank: [] for r, _ in live}
+    for r, step in live:
+        assert r.program.kinds == kinds, "ranks call other collectives"
+        assert {m.kind for m in (*step.sends, *step.recvs)} <= set(kinds), (
+            "a kind that stays behind"
+        )
+    for kind in kinds:
+        rows: dict[tuple[int, int], list[int]] = {}
+        for r, step in live:
+            of_kind = [
+                (m, x) for m, x in zip(step.sends, sent[r.program.rank], strict=True)
+                if m.kind == kind
+            ]  # fmt: skip
+            peers = [m.peer for m, _ in of_kind]
+            assert peers == sorted(peers), "what is sent lies in the order of ranks"
+            for m, x in of_kind:
+                rows.setdefault((r.program.rank, m.peer), []).extend(x)
+        for r, step in live:
+            into = [m for m in step.recvs if m.kind == kind]
+            assert [m.peer for m in into] == sorted(m.peer for m in into)
+            for m in into:
+                here = rows[m.peer, r.program.rank]
+                found[r.program.rank].append((m, np.array(here[: m.count])))
+                assert len(here) >= m.count, "both ends have other sizes"
+                del here[: m.count]
+        assert not any(rows.values()), "both ends have other sizes"
+    return found
+
+
+EXCHANGE = {"p2p": _single, "all_to_all": _all_to_all}
+
+
+def _gather(ranks: list[Machine]) -> None:
+    """Every rank's keys into every rank's buffer, in rank order, with whatever pads them."""
+    rows = {r.program.gathered_rows for r in ranks}
+    assert len(rows) == 1, "ranks gather other sizes"
+    (count,) = rows
+    for r in ranks:
+        assert len(r.tokens) <= count
+        assert r.program.arena_rows == len(ranks) * count
+        for other in ranks:
+            at = len(r.tokens) + other.program.rank * count
+            padded = np.concatenate([other.tokens, np.full(count - len(other.tokens), POISON)])
+            r.buffers["kv"][at : at + count] = padded
+
+
 def interpret(p: Plan, *, backward: bool) -> list[Machine]:
     """Every rank after a pass."""
     ranks = [Machine(p, lower(p, rank, backward=backward)) for rank in range(p.ranks)]
+    assert len({(r.program.exchange, r.program.collective) for r in ranks}) == 1
+    exchange, collective = ranks[0].program.exchange, ranks[0].program.collective
+    assert collective in (None, "all_gather")
     for t in range(max(len(r.program.steps) for r in ranks)):
         live = [(r, r.program.steps[t]) for r in ranks if t < len(r.program.steps)]
-        mail = {}
+        gathers = collective is not None and t == 0
+        assert not gathers or len(live) == len(ranks)
+        sent = {}
         for r, step in live:
-            if r.program.collective and t == 0:
-                for other in ranks:
-                    at = len(r.tokens) + other.program.rank * r.program.gathered_rows
-                    r.buffers["kv"][at : at + len(other.tokens)] = other.tokens
+            assert not gathers or not (step.sends or step.recvs), "messages beside the collective"
             r.begin(step)
             for m in step.recvs:
                 r.write(m, POISON)  # from now until the wait, these rows hold anything
@@ -122,12 +194,14 @@ def interpret(p: Plan, *, backward: bool) -> list[Machine]:
             for m, rows in zip(step.sends, early, strict=True):  # may leave at once or at the wait
                 assert np.array_equal(rows, r.read(m)), "a send's rows change under it"
                 assert (rows >= 0).all(), "rows in flight, or never filled, are sent"
-                mail[r.program.rank, m.peer, m.tag, m.kind] = rows
+            sent[r.program.rank] = early
+        if gathers:
+            _gather(ranks)
+        arrived = EXCHANGE[exchange](live, sent)
         for r, step in live:
-            for m in step.recvs:
-                r.write(m, mail.pop((m.peer, r.program.rank, m.tag, m.kind)))
+            for m, rows in arrived[r.program.rank]:
+                r.write(m, rows)
             r.finish(step)
-        assert not mail
     return ranks
 
 

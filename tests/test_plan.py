@@ -164,7 +164,7 @@ def test_other_schemas(schema):
 def test_json_without_a_key(key):
     data = json.loads(tampered())
     del data[key]
-    with pytest.raises(PlanError, match=f"not a plan: KeyError '{key}'"):
+    with pytest.raises(PlanError, match=f"not a plan: it has no key '{key}'"):
         Plan.from_json(json.dumps(data))
 
 

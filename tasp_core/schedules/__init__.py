@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import PlanError
 from ..layout import Layout
 from ..topology import Machine
-from .base import DKV, DQ, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
+from .base import DKV, DQ, EXCHANGES, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
 from .double_ring import DoubleRing
 from .helper import Helper, Mesh, TokenRing
 from .paced import Paced, best_pace
@@ -18,7 +18,7 @@ from .trees import Trees, tree_options
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "KINDS", "KV", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Paced",
+    "DKV", "DQ", "EXCHANGES", "KINDS", "KV", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Paced",
     "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails",
     "Trees", "Wave", "build", "schedules",
 ]  # fmt: skip
@@ -62,16 +62,13 @@ def _paced_options(machine: Machine, options: Mapping[str, Any]) -> dict[str, An
     return {**best_pace(machine), **options}
 
 
-EXCHANGES = ("p2p", "all_to_all")
 OPTIONS = {
     "double_ring": ("exchange", "rings"),
     "wave": ("exchange", "blocks", "twins"),
     "paced": ("exchange", "blocks", "twins", "nic", "link"),
     "trees": ("exchange", "wires", "shares", "steps", "floor"),
     "all_gather": (),
-    "helper": (),
-    "token_ring": (),
-    "mesh": ("rows",),
+    "mesh": ("exchange", "rows"),
     "sap": ("exchange", "buffer_tokens", "move_q", "relay"),
 }
 DEFAULTS: dict[str, Callable[[Machine, Mapping[str, Any]], dict[str, Any]]] = {
@@ -107,8 +104,6 @@ def build(
             f"schedule {name!r} has no option {', '.join(unknown)}; "
             f"it takes {', '.join(allowed) or 'none'}"
         )
-    if given.get("exchange", "p2p") not in EXCHANGES:
-        raise PlanError(f"exchange must be one of {EXCHANGES}, got {given['exchange']!r}")
     resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
     if name == "sap" and layout is not None:  # tokens that may not be permuted: move the work
         alone = given.get("exchange", "p2p") == "p2p" and layout.name == "contiguous"

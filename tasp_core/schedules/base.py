@@ -20,15 +20,19 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError
+from ..errors import PlanError, whole
 from ..layout import Layout
 
+EXCHANGES = ("p2p", "all_to_all")
 KINDS = ("kv", "dkv", "q", "out", "dq")
+MOST_PLACES = 1 << 27  # of shares on ranks, in a table
 KV, DKV, Q, OUT, DQ = range(5)
 
 
@@ -75,12 +79,14 @@ class Hops(NamedTuple):
         ['t3 2>5 kv1.4']
         """
         rows = []
+        number = "([0-9]{1,18})"  # int64 holds these
+        form = re.compile(
+            rf"t{number} {number}>{number} ({'|'.join(KINDS)}){number}\.{number}", re.ASCII
+        )
         for word in words:
-            match = re.fullmatch(
-                rf"t(\d+) (\d+)>(\d+) ({'|'.join(KINDS)})(\d+)\.(\d+)", word.strip()
-            )
+            match = form.fullmatch(word.strip()) if isinstance(word, str) else None
             if not match:
-                raise PlanError(f"cannot read hop {word!r}; a hop looks like 't3 2>5 kv1.4'")
+                raise PlanError(f"cannot read hop {word!r:.80}; a hop looks like 't3 2>5 kv1.4'")
             step, src, dst, kind, owner, share = match.groups()
             rows.append([int(x) for x in (step, src, dst, owner, share)] + [KINDS.index(kind)])
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
@@ -156,11 +162,33 @@ class Schedule(ABC):
 
     ranks: int
     node_size: int
-    exchange: str = "p2p"  # or "all_to_all": each step is one collective
+    exchange: str = "p2p"  # or "all_to_all": each step is one collective for each kind
 
     name = ""
     uneven = False  # shares of different sizes: memory is then counted in tokens, not in shares
     alike = False  # whether in every step every rank sends and takes in as much, by the same kinds of way
+
+    def __post_init__(self) -> None:
+        """Every schedule passes here, whether options, words, JSON or a pickle make it.
+
+        A subclass with checks of its own calls this one first.
+
+        Raises:
+            PlanError: ranks or node size that cannot be, or an exchange that no executor knows.
+        """
+        ranks = whole(self.ranks, f"schedule {self.name!r}: ranks", 1, PlanError)
+        node_size = whole(self.node_size, f"schedule {self.name!r}: node_size", 1, PlanError)
+        if ranks % node_size:
+            raise PlanError(
+                f"schedule {self.name!r}: node_size must divide {ranks} ranks, got {node_size}"
+            )
+        if not isinstance(self.exchange, str) or self.exchange not in EXCHANGES:
+            raise PlanError(
+                f"schedule {self.name!r}: exchange must be one of {EXCHANGES}, got {self.exchange!r}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
         """Local borders of a rank's shares, int64 [parts, num_shares + 1]: share j has part j of each."""
@@ -218,6 +246,21 @@ class Schedule(ABC):
         step = self.hops(0, backward=backward).step
         return int(step.max()) + 1 if step.size else 0
 
+    def kinds(self, *, backward: bool = False) -> tuple[int, ...]:
+        """What moves in a pass, on any rank: all ranks take part in collectives of these kinds."""
+        if len(self.meets.step):
+            return _kinds(self.hops(backward=backward))
+        return (KV, DKV) if backward else (KV,)
+
+
+def _kinds(hops: Hops) -> tuple[int, ...]:
+    return tuple(np.unique(hops.kind).tolist())
+
+
+def _remake(cls: type[Schedule], values: dict[str, Any]) -> Schedule:
+    """A schedule from a pickle: made anew, so that it is checked as any other."""
+    return cls(**values)
+
 
 @dataclass(frozen=True)
 class Table(Schedule):
@@ -229,6 +272,35 @@ class Table(Schedule):
     like: Schedule | None = None  # whose cuts of tokens into shares it keeps, where they are uneven
 
     name = "table"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if whole(self.shares, "num_shares", 1, PlanError) * self.ranks**2 > MOST_PLACES:
+            raise PlanError(
+                f"num_shares must be at most {max(1, MOST_PLACES // self.ranks**2)} of {self.ranks} ranks, "
+                f"so that a proof fits into memory; got {self.shares}"
+            )
+        object.__setattr__(self, "claim", read_promise(self.claim))
+        if isinstance(self.words, str) or not isinstance(self.words, Iterable):
+            raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.words!r:.80}")
+        object.__setattr__(self, "words", tuple(self.words))
+        self._table  # noqa: B018  (words that cannot be read say so here)
+        if self.like is None:
+            return
+        if not isinstance(self.like, Schedule) or not self.like.uneven:
+            raise PlanError(
+                "like must be a schedule that cuts shares of its own sizes (sap, helper, mesh, "
+                f"token_ring), got {getattr(self.like, 'name', self.like)!r}; leave it out"
+            )
+        if (self.like.ranks, self.like.num_shares) != (self.ranks, self.shares):
+            raise PlanError(
+                f"num_shares is {self.shares} of {self.ranks} ranks; {self.like.name!r}, like which the "
+                f"tokens are cut, has {self.like.num_shares} of {self.like.ranks}: they must be equal"
+            )
+
+    @cached_property
+    def _table(self) -> Hops:
+        return Hops.parse(self.words)
 
     @property
     def uneven(self) -> bool:  # type: ignore[override]
@@ -250,12 +322,12 @@ class Table(Schedule):
         return self.like.meets if self.like else NO_MEETS
 
     def own_steps(self, rank: int) -> np.ndarray:
-        if self.like is None or self.like.num_shares != self.shares:
+        if self.like is None:
             return super().own_steps(rank)
         return np.minimum(self.like.own_steps(rank), self.num_steps())  # the table may be shorter
 
     def _rows(self, kinds: tuple[int, ...], rank: int | None) -> Hops:
-        table = Hops.parse(self.words)
+        table = self._table
         mine = True if rank is None else (table.src == rank) | (table.dst == rank)
         return table.where(np.isin(table.kind, kinds) & mine)
 
@@ -269,3 +341,29 @@ class Table(Schedule):
     def num_steps(self, *, backward: bool = False) -> int:
         step = self.hops(backward=backward).step
         return int(step.max()) + 1 if step.size else 0
+
+    def kinds(self, *, backward: bool = False) -> tuple[int, ...]:
+        return _kinds(self.hops(backward=backward))
+
+
+def read_promise(claim: Any) -> Promise:
+    """A promise whose limits are limits.
+
+    Raises:
+        PlanError: loads that are not whole numbers >= 0, or buffers that are not finite numbers >= 0.
+    """
+    names = Promise._fields
+    try:
+        given = Promise(*claim)
+    except TypeError:
+        raise PlanError(
+            f"promise must be {len(names)} numbers, {names}, got {claim!r:.80}"
+        ) from None
+    for name in names[:2]:
+        whole(getattr(given, name), f"promise: {name}", 0, PlanError)
+    for name in names[2:]:
+        value = getattr(given, name)
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not 0 <= value < float("inf"):
+            raise PlanError(f"promise: {name} must be a finite number >= 0, got {value!r:.80}")
+    return Promise(int(given.inside), int(given.across), float(given.buffer), float(given.guests))

@@ -36,6 +36,7 @@ class DoubleRing(Schedule):
     alike = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rings not in RINGS:
             raise PlanError(
                 f"schedule 'double_ring': rings must be one of {RINGS}, got {self.rings!r}"

@@ -226,7 +226,8 @@ class Mesh(RankPairs):
     name = "mesh"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rows, int) or self.rows < 1 or self.ranks % self.rows:
+        super().__post_init__()
+        if type(self.rows) is not int or self.rows < 1 or self.ranks % self.rows:
             fit = ", ".join(str(r) for r in range(1, self.ranks + 1) if self.ranks % r == 0)
             raise PlanError(f"mesh: rows={self.rows!r} must divide {self.ranks} ranks: use {fit}")
 

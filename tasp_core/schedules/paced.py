@@ -164,7 +164,7 @@ class Paced(Wave):
         super().__post_init__()
         for key in ("nic", "link"):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise PlanError(
                     f"schedule 'paced': {key} must be a whole number >= 1, got {value!r}"
                 )

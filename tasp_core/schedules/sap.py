@@ -36,6 +36,7 @@ from .offload import offload
 from .relays import spread
 
 MOST_RELAYING = 16  # ranks: a way is searched for every share and receiver
+MOST_RELAY_STEPS = 1 << 10
 SPLIT = 8  # no share is larger than this part of a step's buffer
 
 
@@ -65,16 +66,18 @@ class Sap(Routed):
     name = "sap"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
-        whole(self.relay, "sap: relay", 0, PlanError)
+        if whole(self.relay, "sap: relay", 0, PlanError) > MOST_RELAY_STEPS:
+            raise PlanError(f"sap: relay is at most {MOST_RELAY_STEPS} steps, got {self.relay}")
         if self.relay and self.node_size < self.ranks:
             raise PlanError("sap: relay is for the links of one node; over nodes leave it at 0")
         if self.relay and self.ranks > MOST_RELAYING:
             raise PlanError(
                 f"sap: relay is searched for up to {MOST_RELAYING} ranks, not {self.ranks}; leave it at 0"
             )
-        if self.move_q and self.exchange != "p2p":
-            raise PlanError("sap: move_q=True needs exchange='p2p'; set one of the two")
+        if not isinstance(self.move_q, bool):
+            raise PlanError(f"sap: move_q must be true or false, got {self.move_q!r}")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
             raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
 

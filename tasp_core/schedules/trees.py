@@ -186,6 +186,7 @@ class Trees(Schedule):
     name = "trees"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("shares", "steps"):
             whole(getattr(self, key), f"schedule 'trees': {key}", 1, PlanError)
         if self.shares * self.ranks**3 > 4 * MOST_ARCS and self.ranks > 2:

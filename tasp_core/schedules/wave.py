@@ -23,6 +23,7 @@ from ..errors import PlanError
 from ..hardware import Machine
 from .base import DKV, KV, Hops, Promise, Schedule
 
+MOST_SHARES = 1 << 20
 Steps = tuple[np.ndarray, np.ndarray]
 Times = tuple[Steps, Steps, Steps]
 
@@ -71,12 +72,18 @@ class Wave(Schedule):
     alike = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, least in (("blocks", 1), ("twins", 0)):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise PlanError(
                     f"schedule {self.name!r}: {key} must be a whole number >= {least}, got {value!r}"
                 )
+        if self.num_shares > MOST_SHARES:
+            raise PlanError(
+                f"schedule {self.name!r}: blocks x twins must be at most {MOST_SHARES} shares, "
+                f"got {self.blocks} x {self.twins}"
+            )
         if self.twins and (self.ranks == self.node_size or self.node_size == 1):
             raise PlanError(
                 f"schedule 'wave': twins={self.twins} need at least two nodes of two ranks; use twins=0"
@@ -165,6 +172,14 @@ class AllGather(Wave):
 
     name = "all_gather"
     alike = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.exchange, self.blocks, self.twins) != ("p2p", 1, 0):
+            raise PlanError(
+                "schedule 'all_gather' takes no exchange, blocks or twins: its keys move in one "
+                "collective; use 'wave' with blocks=1 for single messages"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
