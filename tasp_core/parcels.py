@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .layout import ranges
 from .program import RECEIVES, SMALL_BYTES, Message
-from .schedules import KINDS
 from .views import once
 
 Buffers = dict[str, Tensor]
@@ -26,10 +25,6 @@ class Parcel(NamedTuple):
     message: Message
     rows: Tensor
     tag: int
-
-    def __str__(self) -> str:
-        m = self.message
-        return f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
 
 
 def parcels(

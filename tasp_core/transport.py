@@ -156,17 +156,23 @@ class Exchange:
         self._salt, self._open = 0, _settled
         self.doing = "its first exchange"  # in words, for a peer that waits for this rank
 
-    def _failure(
-        self, t: int, what: str, error: RuntimeError, *, collective: bool = False
+    def failure(
+        self, what: str, error: RuntimeError, peers: Sequence[int] = (), *, collective: bool = False
     ) -> TransportError:
         """A failure of gloo or NCCL as an error that says who waited for what.
 
         A collective's own error names no rank, so the ranks that have failed tell each other.
+
+        Args:
+            peers: ranks of the group that were waited for.
         """
-        where = self._whereabouts() if collective else ""
+        where = ""
+        if collective:
+            where, peers = self._whereabouts()
         return TransportError(
-            f"rank {self.own}, step {t}: {what} failed; {where}look for that rank's own error "
-            f"first. ({str(error).splitlines()[0]})"
+            f"rank {self.own}, {what} failed; {where}look for that rank's own error first. "
+            f"({str(error).splitlines()[0]})",
+            peers=[dist.get_global_rank(self.group, r) for r in peers],
         )
 
     @contextmanager
@@ -174,10 +180,10 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            raise self._failure(t, what, error, collective=True) from error
+            raise self.failure(f"step {t}: {what}", error, collective=True) from error
 
-    def _whereabouts(self) -> str:
-        """After a failed collective: which ranks say that they are where, and which say nothing."""
+    def _whereabouts(self) -> tuple[str, list[int]]:
+        """After a failed collective: where ranks say that they are, and the ranks that say nothing."""
         turn = _FAILURES[self.group] = _FAILURES.get(self.group, 0) + 1
         said: dict[int, str] = {}
         with suppress(Exception):  # the store may be gone with the rank that held it
@@ -200,7 +206,7 @@ class Exchange:
         parts = [f"{_ranks(some)} in {text}" for text, some in places.items()]
         if silent:
             parts.append(f"{_ranks(silent)} did not take part and reported no failure")
-        return f"{'; '.join(parts)}; "
+        return f"{'; '.join(parts)}; ", silent
 
     def handshake(
         self, note: dict[str, str], error: type[ValueError] = PlanError, *, begins: bool = True
@@ -298,20 +304,23 @@ class Exchange:
         if not posted:
             return lambda: None
 
-        def peers() -> str:
-            return _ranks(sorted({self.members[p.message.peer] for p in posted}))
+        peers = sorted({self.members[p.message.peer] for p in posted})
 
-        def what(i: int) -> str:
+        def failed(i: int, error: RuntimeError) -> TransportError:
             if len(pending) < len(posted):  # NCCL: one handle for all messages
-                return f"exchanging with {peers()}"
-            to = "waiting for {} from" if i < len(recvs) else "sending {} to"
-            return f"{to.format(posted[i])} rank {self.members[posted[i].message.peer]}"
+                return self.failure(f"step {t}: exchanging with {_ranks(peers)}", error, peers)
+            m, peer = posted[i].message, self.members[posted[i].message.peer]
+            # with Ulysses a rank holds some heads of its group's tokens: the share is that rank's
+            name = f"{KINDS[m.kind]}{self.members[m.owner]}.{m.share}"
+            name += " and more" * (len(m.ranges) > 1)
+            what = f"waiting for {name} from" if i < len(recvs) else f"sending {name} to"
+            return self.failure(f"step {t}: {what} rank {peer}", error, [peer])
 
         try:
             pending = self.start(t, recvs, sends)
         except RuntimeError as error:
-            messages = f"posting {len(posted)} messages to and from {peers()}"
-            raise self._failure(t, messages, error) from error
+            what = f"step {t}: posting {len(posted)} messages to and from {_ranks(peers)}"
+            raise self.failure(what, error, peers) from error
 
         def wait() -> None:
             self.settle()
@@ -319,7 +328,7 @@ class Exchange:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    raise self._failure(t, what(i), error) from error
+                    raise failed(i, error) from error
             for messages, rows in landing:
                 put_rows(messages, rows, buffers)
 

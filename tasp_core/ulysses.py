@@ -54,17 +54,24 @@ class Group:
 
         recvs, out = ways(found, reversed(turns)), ways(sends, turns)
         try:
-            for work in post(self.group, recvs, out):
-                work.wait()
+            pending = post(self.group, recvs, out)
         except RuntimeError as error:
             raise self._failure(error) from error
+        for (_, peer, _), work in zip((*recvs, *out), pending, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure(error, peer) from error
         return found
 
-    def _failure(self, error: RuntimeError) -> TransportError:
+    def _failure(self, error: RuntimeError, peer: int | None = None) -> TransportError:
         last = self.first + len(self.counts) - 1
+        waited = "" if peer is None else f" in waiting for rank {peer}"
         return TransportError(
             f"rank {self.first + self.rank}: heads and tokens of ranks {self.first} to {last} were "
-            f"not exchanged; look for another rank's own error first. ({str(error).splitlines()[0]})"
+            f"not exchanged{waited}; look for another rank's own error first. "
+            f"({str(error).splitlines()[0]})",
+            peers=[] if peer is None else [dist.get_global_rank(self.group, peer)],
         )
 
     def _collective(self, parts: Sequence[Tensor], sizes: Sequence[torch.Size]) -> list[Tensor]:
