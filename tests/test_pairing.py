@@ -42,9 +42,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 H, K, D = 4, 2, 16  # query heads, kv heads, head dim
 
 
-def every_plan(ranks: tuple[int, ...] = RANKS) -> Iterator[tuple[str, dict[str, Any]]]:
+def every_plan(
+    ranks: Iterable[int] = RANKS, layouts: Iterable[str] = tuple(tasp.layouts())
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Arguments of each plan that there is: label, and keywords of tasp.plan."""
-    for p, name, layout in itertools.product(ranks, tasp.schedules(), tasp.layouts()):
+    for p, name, layout in itertools.product(ranks, tasp.schedules(), layouts):
         for machine in (None, *([f"mesh{p // 2}x2"] if p % 2 == 0 and p > 2 else [])):
             for row, mask, options in itertools.product(ROWS, MASKS, ({}, *OPTIONS.get(name, ()))):
                 label = (
@@ -151,16 +153,18 @@ def test_messages_pair_up(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", list(tasp.layouts()))
 @pytest.mark.parametrize(("ranks", "lowered"), [(2, 1), (3, 1), (4, 1), (6, 3), (8, 5), (16, 17)])
-def test_messages_of_every_plan_pair_up(ranks, lowered, monkeypatch, capsys):
-    plans, hops, messages = run(every_plan((ranks,)), monkeypatch, lowered=lowered)
+def test_messages_of_every_plan_pair_up(ranks, lowered, layout, monkeypatch, capsys):
+    some = every_plan((ranks,), (layout,))
+    plans, hops, messages = run(some, monkeypatch, lowered=lowered)
     with capsys.disabled():
         print(
-            f"\n{ranks} ranks: {plans} plans with {hops} hops proved, {messages} messages of "
-            f"every {lowered}. plan's programs compared: 0 mispaired"
+            f"\n{ranks} ranks, {layout}: {plans} plans with {hops} hops proved, {messages} messages "
+            f"of every {lowered}. plan's programs compared: 0 mispaired"
         )
-    assert plans > 500
-    assert min(hops, messages) > 5_000
+    assert plans > 100
+    assert min(hops, messages) > 1_000
 
 
 # ---- the cases that mispaired: large messages went before small ones, in the order of other peers
