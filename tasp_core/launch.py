@@ -110,12 +110,14 @@ def launch(
 
     Raises:
         PlanError: ranks below 1, or a platform that cannot fork.
+        ImportError: torch is missing, or older than the oldest that was tried.
         RankError: names the rank that raised, died or hung first; all ranks are ended.
     """
     if int(ranks) != ranks or ranks < 1:
         raise PlanError(f"launch needs a whole number of ranks >= 1, got {ranks!r}")
     if not hasattr(os, "fork"):
         raise PlanError("launch forks its ranks, which this platform cannot; use torchrun or WSL")
+    from . import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch
 
     with suppress(ImportError):  # what a first backward imports: here once, not in every rank
