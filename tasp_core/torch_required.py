@@ -19,7 +19,7 @@ def require_torch() -> None:
         ImportError: torch is missing or too old; says which, and what to install.
     """
     wanted = ".".join(map(str, OLDEST))
-    remedy = f"install it: pip install 'torch>={wanted}'"
+    remedy = f"run: pip install 'torch>={wanted}'"
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -27,18 +27,18 @@ def require_torch() -> None:
             raise
         raise ImportError(
             "torch is not installed; attention and all that handles tensors need it (plan, check, "
-            f"simulate and select do not): {remedy}",
+            f"simulate and select do not); {remedy}",
             name="torch",
         ) from None
     found = str(torch.__version__)
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", found)
     if numbers is None:
-        raise ImportError(f"torch's version {found!r} is no release number: {remedy}", name="torch")
+        raise ImportError(f"torch's version {found!r} is no release number; {remedy}", name="torch")
     if tuple(int(x or 0) for x in numbers.groups()) < OLDEST:
         raise ImportError(
             f"torch {found} is older than {wanted}, the oldest that was tried. The CPU flash kernel of "
             "torch 2.8.0 gives wrong numbers and corrupts memory where query heads share key/value "
-            f"heads. A newer torch is right: {remedy}",
+            f"heads. Install a newer one; {remedy}",
             name="torch",
         )
 

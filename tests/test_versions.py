@@ -306,9 +306,8 @@ def check_planning(python: Path, folder: Path) -> None:
     )
     done = process(python, "-P", "-c", program, cwd=folder)
     load, *error = done.stdout.splitlines()
-    assert load == str(tasp.check(tasp.plan([600, 90, 334], 5, "tasp", "zigzag")).max_load), (
-        done.stdout
-    )
+    here = tasp.plan([600, 90, 334], ranks=5, schedule="tasp", layout="zigzag")
+    assert load == str(tasp.check(here).max_load), done.stdout
     assert len(error) == 1, done.stdout
     assert error[0].startswith("torch is not installed"), done.stdout
     for words, code in ((["plan", "--docs", "600,90", "--ranks", "3"], 0), (["--help"], 0),
