@@ -47,6 +47,10 @@ test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outsi
 test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers
 	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py
 
+.PHONY: test-versions
+test-versions: $(VENV)/.ok ## oldest and newest dependencies, Python 3.11 to 3.13, from a wheel (minutes; downloads GBs)
+	$(PY) -m pytest -m versions tests/test_versions.py
+
 lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check

@@ -75,5 +75,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _TENSOR_NAMES:
+        import_module(".torch_required", __name__)
         return getattr(import_module(f".{_TENSOR_NAMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

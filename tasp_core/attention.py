@@ -61,7 +61,9 @@ def attention(
     Raises:
         PlanError: on every rank, when any rank's tensors or plan do not fit; says which and why.
         TransportError: a peer stopped answering.
+        ImportError: torch is missing, or older than the oldest that was tried.
     """
+    from . import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch
 
     from . import recompute

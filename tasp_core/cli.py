@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -234,5 +234,18 @@ def main() -> None:
     try:
         app()
     except (ValueError, MemoryError) as error:  # MemoryError: a plan for too many ranks
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
-        sys.exit(2)
+        _refuse(str(error))
+    except ImportError as error:  # a command for tensors where torch is missing or too old
+        if error.name != "torch":
+            raise
+        try:
+            from . import torch_required  # noqa: F401
+        except ImportError as named:
+            _refuse(str(named))
+        raise
+
+
+def _refuse(reason: str) -> NoReturn:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"error: {reason}", markup=False)
+    sys.exit(2)

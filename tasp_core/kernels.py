@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import flash
+from . import flash, torch_required  # noqa: F401 (refuses an old torch)
 from .documents import Documents
 from .errors import PlanError
 from .program import Call

@@ -147,6 +147,7 @@ def launch(
 
     Raises:
         PlanError: ranks below 1, impossible time-outs, or a platform that cannot fork.
+        ImportError: torch is missing, or older than the oldest that was tried.
         RankError: names the rank that raised, died or hung first; all ranks are ended.
     """
     if isinstance(ranks, bool | str) or int(ranks) != ranks or ranks < 1:
@@ -160,6 +161,7 @@ def launch(
         )
     if not hasattr(os, "fork"):
         raise PlanError("launch forks its ranks, which this platform cannot; use torchrun or WSL")
+    from . import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch
 
     with suppress(ImportError):  # what a first backward imports: here once, not in every rank
