@@ -1,6 +1,6 @@
 """Tiny models of many families of transformers, and the run that tells which of them are right on plans.
 
-    python tests/model_families.py            # writes docs/models.md from what it finds (minutes)
+    python -m tests.model_families            # writes docs/models.md from what it finds (minutes)
 
 A family is right if logits and gradients of its model on 1, 2 and 4 ranks are those of the stock model,
 computed in float64 document by document; it is refused if every rank raises PlanError before a number
@@ -101,18 +101,6 @@ class Family:
     causal: bool = True
     base: dict[str, Any] = field(default_factory=lambda: SIZES)
 
-    def make(self, name: str) -> Any:
-        """The model in float64, always with the same weights; AttributeError where it is not known."""
-        kind = self.kind or name
-        config = getattr(hf, self.config or f"{kind}Config")(**{**self.base, **self.options})
-        torch.manual_seed(0)
-        net = getattr(hf, kind + self.head)(config).double().eval()
-        generator = torch.Generator().manual_seed(1)
-        for weight in net.parameters():  # also biases, sinks and gates, which begin as 0 or 1
-            noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-            weight.data += 0.05 * noise
-        return net
-
 
 def small(**options: Any) -> Family:
     """A family of the usual configuration."""
@@ -120,6 +108,246 @@ def small(**options: Any) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "Albert": Family({**BERT, "embedding_size": 16}, head="ForMaskedLM", causal=False),
+    "BioGpt": small(**BERT, activation_dropout=0.0),
+    "Camembert": Family({**BERT, "pad_token_id": 1}, head="ForMaskedLM", causal=False),
+    "CodeGen": Family({"rotary_dim": 4, "n_positions": 64, "n_ctx": 64}, base=GPT),
+    "Cwm": small(**HEAD, **WINDOWS),
+    "DistilBert": Family(
+        {
+            "dim": 32,
+            "hidden_dim": 48,
+            "n_layers": 2,
+            "n_heads": 4,
+            "vocab_size": 97,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        head="ForMaskedLM",
+        causal=False,
+        base={},
+    ),
+    "Electra": Family({**BERT, "embedding_size": 32}, head="ForMaskedLM", causal=False),
+    "Esm": Family(
+        {
+            **BERT,
+            "pad_token_id": 1,
+            "mask_token_id": 3,
+            "position_embedding_type": "rotary",
+            "emb_layer_norm_before": False,
+        },
+        head="ForMaskedLM",
+        causal=False,
+    ),
+    "Esm, absolute": Family(
+        {**BERT, "pad_token_id": 1, "mask_token_id": 3}, "Esm", head="ForMaskedLM", causal=False
+    ),
+    "Ernie": Family({**BERT}, head="ForMaskedLM", causal=False),
+    "ExaoneMoe": small(
+        **HEAD,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        sliding_window=8,
+        layer_types=WINDOWS["layer_types"],
+    ),
+    "Gemma4": Family(
+        {
+            **HEAD,
+            **WINDOWS,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+        config="Gemma4TextConfig",
+    ),
+    "Gemma3n, shared keys": Family(
+        {
+            **HEAD,
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+            "laurel_rank": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        "Gemma3n",
+        config="Gemma3nTextConfig",
+    ),
+    "Jais2": small(),
+    "KimiLinear": small(
+        **LATENT,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=16,
+        num_shared_experts=1,
+    ),
+    "Laguna": small(
+        **HEAD, **WINDOWS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "Longformer": Family(
+        {**BERT, "attention_window": 8, "pad_token_id": 1}, head="ForMaskedLM", causal=False
+    ),
+    "MiMoV2Flash": small(
+        **HEAD, **WINDOWS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "MiniCPM3": small(**LATENT),
+    "Mistral4": small(**DEEPSEEK),
+    "NanoChat": small(),
+    "Qwen3VL, text": Family(
+        {
+            **HEAD,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+            "use_cache": False,
+        },
+        "Qwen3VLText",
+        "Model",
+    ),
+    "SolarOpen": small(
+        **HEAD,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    "Youtu": small(**LATENT),
+    "XLNet": Family(
+        {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": 97, "dropout": 0.0},
+        head="LMHeadModel",
+        base={},
+    ),
+    "CTRL": Family(
+        {
+            "vocab_size": 97,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "dff": 48,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        },
+        head="LMHeadModel",
+        base={},
+    ),
+    "Reformer": Family(
+        {
+            "attn_layers": ["local", "lsh"],
+            "attention_head_size": 8,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "feed_forward_size": 48,
+            "axial_pos_embds": False,
+            "vocab_size": 97,
+            "is_decoder": True,
+            "max_position_embeddings": 64,
+        },
+        head="ModelWithLMHead",
+        base={},
+    ),
+    "Bert, pooled": Family({**BERT}, "Bert", "Model", causal=False),
+    "Llama, sequence classification": Family({}, "Llama", "ForSequenceClassification"),
+    "Llama, token classification": Family({}, "Llama", "ForTokenClassification"),
+    "Llama, longer dynamic": Family(
+        {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "Llama",
+    ),
+    "Llama, yarn": Family(
+        {
+            "max_position_embeddings": 64,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "Llama",
+    ),
+    "Bart": Family(
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "vocab_size": 97,
+        },
+        head="ForConditionalGeneration",
+        base={},
+    ),
+    "Bart, decoder": Family(
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "vocab_size": 97,
+            "is_encoder_decoder": False,
+            "is_decoder": True,
+            "dropout": 0.0,
+        },
+        "Bart",
+        head="ForCausalLM",
+        base={},
+    ),
+    "MBart, decoder": Family(
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "vocab_size": 97,
+            "is_encoder_decoder": False,
+            "is_decoder": True,
+            "dropout": 0.0,
+        },
+        "MBart",
+        head="ForCausalLM",
+        base={},
+    ),
+    "ViT": Family(
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        head="Model",
+        base={},
+        causal=False,
+    ),
+    "MPNet": Family({**BERT}, head="ForMaskedLM", causal=False),
+    "DebertaV2": Family({**BERT}, head="ForMaskedLM", causal=False),
+    "FNet": Family({}, head="ForMaskedLM", causal=False),
+    "EmbeddingGemma": Family(
+        {**HEAD, **WINDOWS, "rope_scaling": None, "use_bidirectional_attention": True},
+        "Gemma3Text",
+        "Model",
+        config="Gemma3TextConfig",
+        causal=False,
+    ),
+    "Llama, not causal": Family({"is_causal": False}, "Llama", causal=False),
+    "Zaya": small(**HEAD, num_experts=4),
+    "DeepseekV4": small(),
+    "Flint": small(**HEAD),
     "Afmoe": small(**HEAD, **EXPERTS, num_dense_layers=1, **WINDOWS),
     "Apertus": small(),
     "Arcee": small(),
@@ -485,61 +713,100 @@ FAMILIES: dict[str, Family] = {
 # ---- one run
 
 
-def ids_and_weights(outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [1, T], and weights [1, T, outputs] that make a number out of a model's output."""
+def make(name: str, dtype: torch.dtype) -> Any:
+    """The family's model, always with the same weights."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(hf, family.config or f"{family.kind or name}Config")
+    net = getattr(hf, class_of(name))(config(**{**family.base, **family.options})).to(dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    for weight in net.parameters():  # also biases, sinks and gates, which begin as 0 or 1
+        weight.data += 0.05 * torch.randn(weight.shape, generator=generator).to(dtype)
+    return net
+
+
+def class_of(name: str) -> str:
+    return (FAMILIES[name].kind or name) + FAMILIES[name].head
+
+
+def known() -> list[str]:
+    """Families that the installed transformers has."""
+    return [name for name in FAMILIES if hasattr(hf, class_of(name))]
+
+
+def token_ids() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 97, (1, DOCS.total), generator=generator)
-    return ids, torch.randn(1, DOCS.total, outputs, generator=generator, dtype=torch.float64)
+    return torch.randint(3, 97, (1, DOCS.total), generator=generator)
+
+
+def weights_of(outputs: int) -> torch.Tensor:
+    """What makes one number of a model's output [1, T, outputs]."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(1, DOCS.total, outputs, generator=generator)
 
 
 def output(out: Any) -> torch.Tensor:
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-def stock(net: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Output and gradients of the model as it comes, document by document."""
-    net.set_attn_implementation("eager")
-    ids, _ = ids_and_weights(1)
-    cuts = itertools.pairwise(DOCS.cu_seqlens.tolist())
-    whole = torch.cat([output(net(input_ids=ids[:, a:b])) for a, b in cuts if b > a], dim=1)
-    _, weights = ids_and_weights(whole.shape[-1])
-    (whole * weights).sum().backward()
-    return whole.detach(), [w.grad for w in net.parameters()]
+@dataclass(frozen=True)
+class Stock:
+    """Output and gradients of a model as it comes, document by document."""
+
+    dtype: torch.dtype
+    output: torch.Tensor
+    gradients: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype) -> Stock:
+        net = make(name, dtype)
+        net.set_attn_implementation("eager")
+        ids, cuts = token_ids(), itertools.pairwise(DOCS.cu_seqlens.tolist())
+        whole = torch.cat([output(net(input_ids=ids[:, a:b])) for a, b in cuts], dim=1)
+        (whole * weights_of(whole.shape[-1])).sum().backward()
+        return cls(dtype, whole.detach(), [w.grad for w in net.parameters()])
 
 
-def on_ranks(rank: int, group: Any, ranks: int, wanted: dict[str, Any]) -> dict[str, Any]:
+def stock(name: str) -> Stock | str:
+    """In float64, or in float32 where older experts have no float64; else why there is none."""
+    reason = ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            return Stock.of(name, dtype)
+        except Exception as error:
+            reason = reason or f"{type(error).__name__}: {error}"
+    return reason
+
+
+def on_ranks(rank: int, group: Any, ranks: int, wanted: dict[str, Stock | str]) -> dict[str, Any]:
     """What each family gives on these ranks: errors of output and gradients, or what was raised."""
     return {name: one_family(rank, group, ranks, name, wanted[name]) for name in wanted}
 
 
-def one_family(rank: int, group: Any, ranks: int, name: str, wanted: Any) -> Any:
-    try:
-        net = FAMILIES[name].make(name)
-    except Exception as error:  # of the family's configuration
-        return "make", str(error)
+def one_family(rank: int, group: Any, ranks: int, name: str, wanted: Stock | str) -> Any:
+    net = make(name, torch.float64 if isinstance(wanted, str) else wanted.dtype)
     docs = tasp.Documents.of(DOCS.lengths, causal=FAMILIES[name].causal)
     plan = tasp.plan(docs, ranks, layout="zigzag")
-    ids, _ = ids_and_weights(1)
     try:
         with sequence_parallel(net, plan, group):
-            own = output(net(input_ids=ids))
-            _, weights = ids_and_weights(own.shape[-1])
-            (own * tasp.shard(weights, plan, rank, dim=1)).sum().backward()
+            own = output(net(input_ids=token_ids()))
+            weights = tasp.shard(weights_of(own.shape[-1]), plan, rank, dim=1)
+            (own * weights).sum().backward()
+        whole = tasp.gather(own.detach(), plan, group, dim=1)
     except Exception as error:
         return type(error).__name__, str(error)
-    if not isinstance(wanted, tuple):
-        return "stock", wanted
-    whole = tasp.gather(own.detach(), plan, group, dim=1)
+    if isinstance(wanted, str):
+        return "the stock model fails", wanted
     worst = 0.0
     # some gradients are 0 but for rounding, such as that of a bias of keys
-    least = 1e-3 * max(float(right.abs().max()) for right in wanted[1] if right is not None)
-    for weight, right in zip(net.parameters(), wanted[1], strict=True):
-        grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    least = 1e-3 * max(float(g.abs().max()) for g in wanted.gradients if g is not None)
+    for weight, right in zip(net.parameters(), wanted.gradients, strict=True):
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         if ranks > 1:
-            dist.all_reduce(grad, group=group)
+            dist.all_reduce(gradient, group=group)
         if right is not None:
-            worst = max(worst, error_of(grad, right, least))
-    return error_of(whole, wanted[0]), worst
+            worst = max(worst, error_of(gradient, right, least))
+    return error_of(whole, wanted.output), worst
 
 
 def error_of(found: torch.Tensor, right: torch.Tensor, least: float = 1e-30) -> float:
@@ -548,18 +815,106 @@ def error_of(found: torch.Tensor, right: torch.Tensor, least: float = 1e-30) -> 
     return error if error == error else float("inf")
 
 
-def find(names: list[str]) -> dict[str, dict[int, Any]]:
-    """What each family gives on 1, 2 and 4 ranks, alike on every rank of them."""
-    wanted: dict[str, Any] = {}
-    for name in names:
-        try:
-            wanted[name] = stock(FAMILIES[name].make(name))
-        except Exception as error:
-            wanted[name] = f"{type(error).__name__}: {error}"
+@dataclass(frozen=True)
+class Row:
+    """One family on one number of ranks."""
+
+    verdict: str  # "right", "refused", "wrong"
+    why: str = ""
+    errors: tuple[float, float] = (0.0, 0.0)
+
+    @classmethod
+    def of(cls, answers: list[Any]) -> Row:
+        """From the answers of all ranks."""
+        if all(isinstance(a[0], float) for a in answers):
+            errors = max(a[0] for a in answers), max(a[1] for a in answers)
+            fine = errors[0] <= LOGITS and errors[1] <= GRADIENTS
+            return cls("right" if fine else "wrong", f"errors {errors}", errors)
+        if all(a[0] == "PlanError" for a in answers):
+            return cls("refused", answers[0][1])
+        return cls("wrong", "; ".join(dict.fromkeys(f"{a[0]}: {a[1]}" for a in answers)))
+
+
+def find(names: list[str]) -> dict[str, dict[int, Row]]:
+    """What each family gives on each number of ranks."""
+    hf.logging.set_verbosity_error()
+    wanted = {name: stock(name) for name in names}
     gc.collect()
-    found: dict[str, dict[int, Any]] = {name: {} for name in names}
+    found: dict[str, dict[int, Row]] = {name: {} for name in names}
     for ranks in RANKS:
-        answers = tasp.launch(on_ranks, ranks, ranks, wanted, timeout_s=280)
+        answers = tasp.launch(on_ranks, ranks, ranks, wanted, timeout_s=400)
         for name in names:
-            found[name][ranks] = [answer[name] for answer in answers]
+            found[name][ranks] = Row.of([answer[name] for answer in answers])
     return found
+
+
+# ---- the page
+
+HEAD_OF_PAGE = """# Models that are right on plans
+
+Written by `python -m tests.model_families`, held against what is found by `make test-models` and, on the
+oldest transformers that is supported, by `make test-hf`.
+
+Tiny models of each family ran with random weights inside `sequence_parallel`, on 1, 2 and 4 ranks, on a
+packed row of documents of {lengths} tokens in the zigzag layout, and once as stock model, document by
+document, in float64 (float32 where an older version has no float64).
+
+- **Right**: output within 1e-5 and gradients within 1e-4 of the stock model, relative to the largest value.
+- **Refused**: every rank raised `PlanError` with this reason, before a number came out.
+
+There is no third kind: `sequence_parallel` proves each model at its first use
+(`tasp_core/integrations/models.py`), also those that are not listed here. Inputs, labels and losses are
+not the subject of this page.
+"""
+
+
+def page_section(found: dict[str, dict[int, Row]]) -> str:
+    """The installed version's part of the page."""
+    verdicts = [{row.verdict for row in rows.values()} for rows in found.values()]
+    lines = [
+        f"## transformers {hf.__version__}\n",
+        f"{len(found)} families: {verdicts.count({'right'})} right, "
+        f"{verdicts.count({'refused'})} refused.\n",
+        "| family | class | 1 rank | 2 ranks | 4 ranks | errors of output, of gradients; or why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(found, key=str.lower):
+        rows = found[name]
+        errors = [max(row.errors[i] for row in rows.values()) for i in (0, 1)]
+        what = f"{errors[0]:.0e}, {errors[1]:.0e}"
+        if any(row.verdict != "right" for row in rows.values()):
+            what = " ".join(rows[RANKS[-1]].why.replace("|", "/").split())
+        cells = (name, class_of(name), *(rows[ranks].verdict for ranks in RANKS), what)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def sections(page: str) -> dict[str, str]:
+    """Version -> its part of the page."""
+    parts = page.split("\n## ")[1:]
+    return {part.split()[1]: "## " + part.rstrip() + "\n" for part in parts}
+
+
+def without_figures(section: str) -> list[str]:
+    """Its lines, without the errors of right families, which differ from one machine to another."""
+    lines = section.splitlines()
+    return [
+        line[: line.rindex("right")]
+        if "e-" in line.split("|")[-2:][0] and line.count("right") >= 3
+        else line
+        for line in lines
+    ]
+
+
+def write_page(found: dict[str, dict[int, Row]]) -> None:
+    """The page with this version's part replaced."""
+    parts = sections(PAGE.read_text()) if PAGE.exists() else {}
+    parts[hf.__version__] = page_section(found)
+    lengths = ", ".join(map(str, DOCS.lengths.tolist()))
+    newest = sorted(parts, key=lambda version: [*map(int, version.split(".")[:2])], reverse=True)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join([HEAD_OF_PAGE.format(lengths=lengths), *(parts[v] for v in newest)]))
+
+
+if __name__ == "__main__":
+    write_page(find(known()))

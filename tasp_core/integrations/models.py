@@ -516,13 +516,13 @@ class _Prover:
             raise PlanError(f"{self.name} returns no output per token; {ALONE}")
         return found
 
-    def stock_forward(self, positions: bool = False) -> dict[str, Tensor]:
-        """The stock model, document by document."""
+    def stock_forward(self, stride: int = 0) -> dict[str, Tensor]:
+        """The stock model document by document, with its own positions or with every stride-th."""
         parts = []
         with _implementation(self.model, self.stock):
             for a, b in itertools.pairwise(PROBE.cu_seqlens.tolist()):
-                own = torch.arange(b - a, device=self.device)[None] + self.first
-                given = {"position_ids": own} if positions else {}
+                own = torch.arange(b - a, device=self.device)[None] * stride + self.first
+                given = {"position_ids": own} if stride else {}
                 parts.append(self.forward(slice(a, b), **given))
         return {k: torch.cat([p[k] for p in parts], dim=1) for k in parts[0]}
 
@@ -581,11 +581,11 @@ class _Prover:
         found, probe = self.probe_forward(ORDER)
         if self.same(found, right):
             return probe
-        if not self.same(self.stock_forward(positions=True), right):
-            why = (
-                f"it does not count positions {self.first}, {self.first + 1}, ... in a document; give "
-                "position_ids as the stock model counts them, and documents by cu_seq_lens_q"
-            )
+        if self.same(self.stock_forward(stride=2), right):
+            why = f"it does not read position_ids, so that a rank would count its tokens from 0; {ALONE}"
+        elif not self.same(self.stock_forward(stride=1), right):
+            first = self.first
+            why = f"it does not count positions {first}, {first + 1}, ... in a document; {ALONE}"
         elif self.same(self.probe_forward(list(range(TOKENS)))[0], right):
             why = f"it depends on the order in which tokens lie, not on position_ids alone; {ALONE}"
         else:
