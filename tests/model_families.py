@@ -28,6 +28,7 @@ DOCS = tasp.Documents.of([13, 1, 29, 7])
 RANKS = (1, 2, 4)
 LOGITS, GRADIENTS = 1e-5, 1e-4  # largest errors of a right model, relative to the largest value
 
+SINCE_5 = int(hf.__version__.split(".")[0]) >= 5
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -376,7 +377,7 @@ FAMILIES: dict[str, Family] = {
                 "ffn_hidden_size": 16,
                 "moe_num_experts": 4,
                 "moe_top_k": 2,
-                "hidden_size": 32,
+                **({"hidden_size": 32} if SINCE_5 else {}),
             },
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         },
@@ -784,10 +785,10 @@ def on_ranks(rank: int, group: Any, ranks: int, wanted: dict[str, Stock | str]) 
 
 
 def one_family(rank: int, group: Any, ranks: int, name: str, wanted: Stock | str) -> Any:
-    net = make(name, torch.float64 if isinstance(wanted, str) else wanted.dtype)
     docs = tasp.Documents.of(DOCS.lengths, causal=FAMILIES[name].causal)
     plan = tasp.plan(docs, ranks, layout="zigzag")
     try:
+        net = make(name, torch.float64 if isinstance(wanted, str) else wanted.dtype)
         with sequence_parallel(net, plan, group):
             own = output(net(input_ids=token_ids()))
             weights = tasp.shard(weights_of(own.shape[-1]), plan, rank, dim=1)

@@ -5,14 +5,13 @@
 A rank holds some tokens of a row in some order, and only attention sees the others. A model is right there
 if nothing but attention mixes tokens, if each token knows its position by position_ids alone, and if
 attention is what q, k, v and a mask of documents say. `prove` holds a model against this in four forwards
-of eleven tokens. `asked` reads what one attention layer asks for, in every forward. Both go by lists of
+of a dozen tokens. `asked` reads what one attention layer asks for, in every forward. Both go by lists of
 what is known to be right and refuse the rest by name. Not covered: inputs, labels and losses.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -207,7 +206,7 @@ def asked(
     Raises:
         PlanError: something that no plan has.
     """
-    layer = f"attention layer {getattr(module, 'layer_idx', '?')}"
+    layer = f"attention layer {_index(module)}"
     if dropout:
         raise PlanError(f"{layer} asks for dropout {dropout}, which no plan has; set dropout to 0")
     if mask is not None and not isinstance(mask, Mask):
@@ -240,7 +239,7 @@ def asked(
     if mask.chunk is not None and mask.chunk < longest:
         raise PlanError(
             f"{layer} attends in chunks of {mask.chunk} tokens and the longest document has {longest}: "
-            f"no plan has chunks; {ALONE}, or with documents that are no longer"
+            f"no plan has chunks; {ALONE}, or give documents of at most {mask.chunk} tokens"
         )
     if sliding_window is not None and told != _hiding(mask.window, docs):
         raise PlanError(
@@ -250,34 +249,37 @@ def asked(
     return Asked(layer, mask.causal, _hiding(mask.window, docs))
 
 
+def _index(module: nn.Module) -> str:
+    index = getattr(module, "layer_idx", None)
+    return "?" if index is None else str(index)
+
+
 def _described(mask: Any) -> str:
     if isinstance(mask, Tensor):
         return f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
     return type(mask).__name__
 
 
-def check_lengths(module: nn.Module, layer: str, docs: Documents) -> None:
+def check_lengths(config: Any, docs: Documents) -> None:
     """Refuse what depends on the length of what is seen, for a rank sees other lengths than one process.
 
     Raises:
-        PlanError: layers of these kinds, with documents so long that it makes a difference.
+        PlanError: a configuration of this kind, with documents so long that it makes a difference.
     """
-    config = getattr(module, "config", None)
     longest = int(docs.lengths.max(initial=0))
     for kind, limit in _ropes(config):
         if longest > limit:
             raise PlanError(
-                f"{layer} has {kind!r} rotary positions: beyond {limit} tokens they change for all tokens "
-                f"by the longest document that a rank holds, and the longest here has {longest}; {ALONE}, "
-                "one document per row, or with documents that are no longer"
+                f"the model has {kind!r} rotary positions: beyond {limit} tokens they change for all "
+                f"tokens by the longest document that a rank holds, and the longest here has {longest}; "
+                f"{ALONE}, one document per row, or give documents of at most {limit} tokens"
             )
-    scale = getattr(module, "floor_scale", 0)
-    tuned = getattr(module, "attn_temperature_tuning", False)
-    if tuned and not getattr(module, "use_rope", True) and docs.total >= scale:
+    scale = getattr(config, "floor_scale", 0)
+    if scale and getattr(config, "attn_temperature_tuning", False) and docs.total >= scale:
         raise PlanError(
-            f"{layer} scales queries by their place among a rank's tokens, from token {scale} on "
+            f"the model scales queries by their place among a rank's tokens, from token {int(scale)} on "
             f"(attn_temperature_tuning), and rows have {docs.total}; {ALONE}, one document per row, or "
-            "with shorter rows"
+            "give shorter rows"
         )
 
 
@@ -315,8 +317,8 @@ def _ropes(config: Any) -> Iterator[tuple[str, int]]:
 # ---- the proof
 
 TOKENS, POISONED = 11, 4  # a prime, so that no other axis of a tensor is as long
-PROBE = Documents.of([6, 5])
-ORDER = [(7 * i + 2) % TOKENS for i in range(TOKENS)]  # where tokens lie in the proof, as on a rank
+LENGTH = 6  # tokens in each of two documents
+ORDER = [(5 * i + 2) % (2 * LENGTH) for i in range(2 * LENGTH)]  # where a rank might hold them
 
 
 @dataclass(frozen=True)
@@ -364,20 +366,30 @@ class Probe:
 
     docs: Documents
     order: Tensor | None  # token of the row at each place; None: each token attends to itself only
-    calls: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # layers that attended
+    modules: list[nn.Module] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)  # their q, k and v, [B, t, H, D]
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, ask: Asked, scaling: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ask: Asked,
+        scaling: float | None,
     ) -> Tensor:
         """[B, H, t, D] in, [B, t, H, D] out."""
         self.calls.append(ask.layer)
+        self.modules.append(module)
+        self.given += [x.transpose(1, 2) for x in (query, key, value)]
         groups = query.shape[1] // key.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         if self.order is None:
             return v.transpose(1, 2).contiguous()
         at = self.order.to(query.device)
-        begins = torch.from_numpy(self.docs.cu_seqlens[1:].copy()).to(at.device)
-        document = torch.bucketize(at, begins, right=True)
+        ends = torch.from_numpy(self.docs.cu_seqlens[1:].copy()).to(at.device)
+        document = torch.bucketize(at, ends, right=True)
         seen = document[:, None] == document[None, :]
         back = at[:, None] - at[None, :]
         if ask.causal:
@@ -389,6 +401,15 @@ class Probe:
         scores = (query.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return (weights @ v.to(wide)).to(value.dtype).transpose(1, 2).contiguous()
+
+
+@dataclass
+class Trace:
+    """What one forward computed for each token of the row: tensors [tokens, ...]."""
+
+    outputs: list[Tensor]
+    attended: list[Tensor]  # what the modules that attend returned
+    given: list[Tensor]  # their q, k and v; none where attention was not ours
 
 
 _PROVED: WeakKeyDictionary[nn.Module, Proof] = WeakKeyDictionary()
@@ -444,8 +465,9 @@ class _Prover:
                 special |= set(value if isinstance(value, list | tuple) else [value])
         size = int(getattr(config, "vocab_size", weight.shape[0]))
         usual = [i for i in (*range(size // 2, size), *range(size // 2)) if i not in special]
-        self.ids = torch.tensor([usual[:TOKENS]], device=self.device)
+        self.ids = torch.tensor([usual[: 2 * LENGTH]], device=self.device)
         self.first = self.first_position()
+        self.attending: list[nn.Module] = []
 
     def check_kind(self) -> None:
         """Refuse what cannot be proved."""
@@ -473,15 +495,16 @@ class _Prover:
 
     def prove(self) -> Proof:
         with _implementation(self.model, NAME), _as_evaluated(self.model), torch.no_grad():
-            self.check_mixing()
-            probe = self.check_numbers()
-        return Proof(self.name, self.check_calls(probe), self.first)
+            probe = self.check_mixing()
+            self.attending = list(dict.fromkeys(probe.modules))
+            calls = self.check_calls(probe)
+            self.check_numbers()
+        return Proof(self.name, calls, self.first)
 
     # -- one forward each
 
-    def forward(self, tokens: list[int] | slice, **inputs: Any) -> dict[str, Tensor]:
-        """Outputs per token of these tokens; refuses outputs that are not."""
-        ids = self.ids[:, tokens]
+    def forward(self, ids: Tensor, **inputs: Any) -> list[Tensor]:
+        """Outputs of these tokens, [B, t, ...]; refuses outputs that are not per token."""
         if "use_cache" in inspect.signature(self.model.forward).parameters:
             inputs["use_cache"] = False
         try:
@@ -500,47 +523,70 @@ class _Prover:
                 f"{self.name} cannot be proved on a row of {ids.shape[1]} tokens "
                 f"({type(error).__name__}: {error}); {ALONE}"
             ) from error
-        found = {}
-        items = out.items() if isinstance(out, Mapping) else enumerate(out)
-        for name, value in items:
+        found = []
+        for name, value in out.items() if isinstance(out, Mapping) else enumerate(out):
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
                 continue
-            if tuple(value.shape[:2]) != tuple(ids.shape):
+            if value.shape[:2] != ids.shape:
                 raise PlanError(
                     f"{self.name}'s output {name!r} has shape {list(value.shape)} for a row of "
                     f"{ids.shape[1]} tokens: it is not per token, and a rank has only some; take a "
                     "model without this head (BERT's kind: add_pooling_layer=False) and gather first"
                 )
-            found[str(name)] = value
+            found.append(value)
         if not found:
             raise PlanError(f"{self.name} returns no output per token; {ALONE}")
         return found
 
-    def stock_forward(self, stride: int = 0) -> dict[str, Tensor]:
-        """The stock model document by document, with its own positions or with every stride-th."""
-        parts = []
-        with _implementation(self.model, self.stock):
-            for a, b in itertools.pairwise(PROBE.cu_seqlens.tolist()):
-                own = torch.arange(b - a, device=self.device)[None] * stride + self.first
-                given = {"position_ids": own} if stride else {}
-                parts.append(self.forward(slice(a, b), **given))
-        return {k: torch.cat([p[k] for p in parts], dim=1) for k in parts[0]}
+    def traced(self, ids: Tensor, probe: Probe | None = None, **inputs: Any) -> Trace:
+        """One forward, and what its attention layers were given and returned."""
+        attended: list[Tensor] = []
 
-    def probe_forward(
-        self, order: list[int], alone: bool = False
-    ) -> tuple[dict[str, Tensor], Probe]:
-        """The model at our interface, tokens in this order; outputs in the row's order."""
-        at = torch.tensor(order)
-        probe = Probe(PROBE, None if alone else at)
-        positions = torch.from_numpy(PROBE.positions().copy())[at][None].to(self.device)
-        out = self.forward(order, position_ids=positions + self.first, tasp=probe)
-        return {k: v[:, at.argsort().to(v.device)] for k, v in out.items()}, probe
+        def watch(_: nn.Module, __: Any, out: Any) -> None:
+            for value in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
+                    attended.append(value)
+                    return
+
+        handles = [module.register_forward_hook(watch) for module in self.attending]
+        try:
+            outputs = self.forward(ids, **inputs, **({"tasp": probe} if probe else {}))
+        finally:
+            for handle in handles:
+                handle.remove()
+        given = probe.given if probe else []
+        return Trace(*([x.flatten(0, 1) for x in xs] for xs in (outputs, attended, given)))
+
+    def by_document(self, implementation: str, stride: int = 0) -> Trace:
+        """A document in each row of a batch, with the model's own positions or every stride-th."""
+        inputs: dict[str, Any] = {}
+        if stride:
+            positions = torch.arange(LENGTH, device=self.device) * stride + self.first
+            inputs["position_ids"] = positions.expand(2, -1)
+        if implementation == NAME:
+            inputs["probe"] = Probe(Documents.of([LENGTH]), torch.arange(LENGTH))
+        with _implementation(self.model, implementation):
+            return self.traced(self.ids.view(2, LENGTH), **inputs)
+
+    def packed(self, order: list[int]) -> Trace:
+        """Both documents in one row, its tokens in this order, as on a rank; found in row order."""
+        docs, at = Documents.of([LENGTH, LENGTH]), torch.tensor(order)
+        positions = torch.from_numpy(docs.positions().copy())[at][None].to(self.device) + self.first
+        found = self.traced(self.ids[:, order], Probe(docs, at), position_ids=positions)
+        back = at.argsort().to(self.device)
+        parts = (found.outputs, found.attended, found.given)
+        return Trace(*([x[back.to(x.device)] for x in xs] for xs in parts))
+
+    def alone(self) -> tuple[list[Tensor], Probe]:
+        """A row whose tokens attend to themselves only."""
+        probe = Probe(Documents.of([1] * TOKENS), None)
+        positions = torch.arange(TOKENS, device=self.device)[None] + self.first
+        return self.forward(self.ids[:, :TOKENS], position_ids=positions, tasp=probe), probe
 
     # -- what is proved
 
-    def check_mixing(self) -> None:
+    def check_mixing(self) -> Probe:
         """With attention to itself only, NaN in one token must stay in that token."""
-        order = list(range(TOKENS))
 
         def poison(_: nn.Module, __: Any, out: Tensor) -> Tensor:
             out = out.clone()
@@ -549,13 +595,13 @@ class _Prover:
 
         handles = [self.model.get_input_embeddings().register_forward_hook(poison)]
         try:
-            out, _ = self.probe_forward(order, alone=True)
-            if not any(_spread(value) for value in out.values()):
-                return
+            outputs, probe = self.alone()
+            if not any(_spread(value) for value in outputs):
+                return probe
             first: list[str] = []
             for path, module in self.model.named_modules():
                 handles.append(module.register_forward_hook(_watch(path, first)))
-            self.probe_forward(order, alone=True)
+            self.alone()
         finally:
             for handle in handles:
                 handle.remove()
@@ -575,37 +621,42 @@ class _Prover:
             f"layer {steps[layers[0]]}'s {type(self.model.get_submodule(path)).__name__} ({path})"
         )
 
-    def check_numbers(self) -> Probe:
-        """Tokens of two documents, out of order, must give what the stock model gives in order."""
-        right = self.stock_forward()
-        found, probe = self.probe_forward(ORDER)
-        if self.same(found, right):
-            return probe
-        if self.same(self.stock_forward(stride=2), right):
-            why = f"it does not read position_ids, so that a rank would count its tokens from 0; {ALONE}"
-        elif not self.same(self.stock_forward(stride=1), right):
+    def check_numbers(self) -> None:
+        """Two documents in one row, out of order, must give what each gives by itself.
+
+        Positions show in q, k and v, whatever attention makes of them; attention in what its modules
+        return, however little of it comes through to the end.
+        """
+        own, right = self.by_document(NAME), self.by_document(self.stock)
+        found = self.packed(ORDER)
+        if not self.same(found.given, own.given):
             first = self.first
-            why = f"it does not count positions {first}, {first + 1}, ... in a document; {ALONE}"
-        elif self.same(self.probe_forward(list(range(TOKENS)))[0], right):
-            why = f"it depends on the order in which tokens lie, not on position_ids alone; {ALONE}"
+            if self.same(self.by_document(NAME, stride=2).given, own.given):
+                why = "it does not read position_ids, and a rank would count its tokens from 0"
+            elif not self.same(self.by_document(NAME, stride=1).given, own.given):
+                why = f"it does not count positions {first}, {first + 1}, ... in a document"
+            else:
+                why = "a token's place in the row matters, not its position_ids alone"
+        elif not self.same(found.attended, right.attended):
+            why = "its attention layers do with q, k and v what neither their mask nor their keywords tell"
+        elif not self.same(found.outputs, right.outputs):
+            why = "its outputs depend on more than each token and its attention"
         else:
-            why = (
-                "its layers do with q, k and v something that their mask and keywords do not tell "
-                f"attention; {ALONE}"
-            )
+            return
         raise PlanError(
-            f"{self.name} is not what the stock model is on a row of two documents: {why}"
+            f"{self.name} is not the stock model on rows of two documents: {why}; {ALONE}"
         )
 
-    def same(self, found: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-        """Whether all outputs agree: every token, or, in low precision, where experts flip, most tokens."""
-        low = self.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(
-            self.device.type
-        )
+    def same(self, found: list[Tensor], right: list[Tensor]) -> bool:
+        """Whether tensors agree: in every token, or, in low precision, where experts flip, in most."""
+        device: str = self.device.type
+        low = self.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(device)
         low = low or torch.get_float32_matmul_precision() != "highest"
-        for name, value in right.items():
-            error = (found[name].double() - value.double()).abs().flatten(2).amax((0, 2))
-            error = error / value.abs().max().double().clamp(min=1e-30)
+        if len(found) != len(right):
+            return False
+        for ours, theirs in zip(found, right, strict=True):
+            error = (ours.double() - theirs.double()).abs().flatten(1).amax(1)
+            error = error / theirs.double().abs().max().clamp(min=1e-30)
             worst = error.median() if low else error.max()
             if not float(worst) <= (0.1 if low else 1e-3):
                 return False
@@ -619,7 +670,10 @@ class _Prover:
             or getattr(self.config, "layers_block_type", None)
             or ()
         )
-        layers = sum(kind in ATTENTION for kind in kinds) or int(self.config.num_hidden_layers)
+        layers = sum(kind in ATTENTION for kind in kinds)
+        layers = (
+            layers or getattr(self.config, "decoder_layers", None) or self.config.num_hidden_layers
+        )
         calls = len(probe.calls)  # some layers call it twice, some models one layer many times
         if layers not in (calls, len(set(probe.calls))):
             raise PlanError(

@@ -80,9 +80,10 @@ def _attend(
     docs = tasp.docs if isinstance(tasp, Probe) else tasp.plan.docs
     ask = asked(module, query, key, attention_mask, docs, **kwargs)
     if isinstance(tasp, Probe):
-        return tasp.attend(query, key, value, ask, scaling), None
-    check_kinds(getattr(module, "config", None))
-    check_lengths(module, ask.layer, docs)
+        return tasp.attend(module, query, key, value, ask, scaling), None
+    config = getattr(module, "config", None)
+    check_kinds(config)
+    check_lengths(config, docs)
     if ask.causal != docs.causal:
         kinds = ["full", "causal"]
         raise PlanError(
@@ -234,6 +235,7 @@ def sequence_parallel(
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), None)
         proof = prove(model, before, device)
         out = shard_inputs(given, plan, group, kernel=kernel)
+        check_lengths(model.config.get_text_config(), out["tasp"].plan.docs)
         return (), proof.with_positions(given, out)
 
     def counted(_: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
