@@ -898,13 +898,8 @@ def sections(page: str) -> dict[str, str]:
 
 def without_figures(section: str) -> list[str]:
     """Its lines, without the errors of right families, which differ from one machine to another."""
-    lines = section.splitlines()
-    return [
-        line[: line.rindex("right")]
-        if "e-" in line.split("|")[-2:][0] and line.count("right") >= 3
-        else line
-        for line in lines
-    ]
+    rows = [line.split(" | ") for line in section.splitlines()]
+    return [" | ".join(row[:-1] if row[2:5] == ["right"] * 3 else row) for row in rows]
 
 
 def write_page(found: dict[str, dict[int, Row]]) -> None:

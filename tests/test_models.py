@@ -6,6 +6,8 @@ others of their kind, on one rank in this process.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import transformers as hf
@@ -31,10 +33,12 @@ from model_families import (
     without_figures,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import masking_utils
 
 import tasp_core as tasp
 from tasp_core.integrations import models
+from tasp_core.integrations.fsdp import shard_parameters
 from tasp_core.integrations.models import Mask, prove, read_mask
 from tasp_core.integrations.transformers import NAME, sequence_parallel, shard_inputs
 
@@ -475,6 +479,13 @@ def test_models_that_cannot_be_proved():
             run(make(name, torch.float32), tasp.Documents.of(DOCS.lengths, causal=causal))
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "input_features"])
+def test_images_and_sounds_are_refused(name):
+    with pytest.raises(tasp.PlanError, match=f"LlamaForCausalLM is given {name}"):
+        run(llama(), **{name: torch.zeros(1, 3, 4, 4)})
+    assert run(llama(), **{name: None}).logits.isfinite().all()
+
+
 def test_the_proof_is_made_once_and_leaves_the_model_as_it_was():
     net = llama().train()
     net.model.layers[0].eval()
@@ -517,3 +528,25 @@ def test_low_precision_is_refused_too():
     net.model.rotary_emb = Counting(net.model.rotary_emb)
     with pytest.raises(tasp.PlanError, match="position_ids"):
         prove(net)
+
+
+def sharded(rank, group, p, ids, enter_first):
+    """Logits of a model whose parameters FSDP2 shards, before or after sequence_parallel is entered."""
+    mesh, net = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",)), llama()
+    if not enter_first:
+        shard_parameters(net, net.model.layers, mesh)
+    with sequence_parallel(net, p, group):
+        if enter_first:
+            shard_parameters(net, net.model.layers, mesh)
+        for _ in range(2):  # the second after a backward pass
+            out = net(input_ids=ids)
+            out.logits.square().sum().backward()
+    return tasp.gather(out.logits.detach(), p, group, dim=1)
+
+
+@pytest.mark.parametrize("enter_first", [True, False])
+def test_the_proof_of_a_model_with_sharded_parameters(enter_first):
+    cuts = [(a, b) for a, b in itertools.pairwise(DOCS.cu_seqlens.tolist())]
+    wanted = torch.cat([llama()(input_ids=token_ids()[:, a:b]).logits for a, b in cuts], 1)
+    for found in tasp.launch(sharded, 2, tasp.plan(DOCS, 2), token_ids(), enter_first):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -447,6 +448,24 @@ def _refuse_skipped_layers(model: PreTrainedModel) -> None:
             )
 
 
+MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values", "speech")
+
+
+def check_media(model: str, inputs: Mapping[str, Any]) -> None:
+    """Refuse images and sounds: which tokens they stand for, and where, is told by the whole row.
+
+    Raises:
+        PlanError: such an input.
+    """
+    for name, value in inputs.items():
+        if value is not None and name.startswith(MEDIA):
+            raise PlanError(
+                f"{model} is given {name}, and a rank holds only some of the tokens that it stands for; "
+                "compute inputs_embeds and position_ids of the whole row with the stock model and give "
+                f"those, or {ALONE}"
+            )
+
+
 class _Prover:
     """One proof of one model."""
 
@@ -464,8 +483,8 @@ class _Prover:
             if name.endswith("token_id") and value is not None:
                 special |= set(value if isinstance(value, list | tuple) else [value])
         size = int(getattr(config, "vocab_size", weight.shape[0]))
-        usual = [i for i in (*range(size // 2, size), *range(size // 2)) if i not in special]
-        self.ids = torch.tensor([usual[: 2 * LENGTH]], device=self.device)
+        usual = [i for i in range(size // 2, size) if i not in special]
+        self.ids = torch.tensor([list(islice(cycle(usual or [0]), 2 * LENGTH))], device=self.device)
         self.first = self.first_position()
         self.attending: list[nn.Module] = []
 

@@ -40,6 +40,7 @@ from .models import (
     asked,
     check_kinds,
     check_lengths,
+    check_media,
     mask_of,
     prove,
 )
@@ -232,6 +233,7 @@ def sequence_parallel(
         if len(args) > 1:
             raise PlanError("give the model's inputs by keyword, only input_ids may come first")
         given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
+        check_media(type(model).__name__, given)
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), None)
         proof = prove(model, before, device)
         out = shard_inputs(given, plan, group, kernel=kernel)
