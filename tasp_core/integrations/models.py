@@ -12,7 +12,7 @@ what is known to be right and refuse the rest by name. Not covered: inputs, labe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -334,11 +334,17 @@ class Proof:
         """`made`, a rank's inputs, with positions counted as the model counts; `given` are whole rows.
 
         Raises:
-            PlanError: given positions that count from 0 where the model does not.
+            PlanError: given positions that count from 0 where the model does not; padding tokens, which
+                such a model does not count.
         """
-        positions = given.get("position_ids")
+        positions, ids = given.get("position_ids"), given.get("input_ids")
         if not self.first_position:
             return made
+        if positions is None and ids is not None and bool((ids == self.first_position - 1).any()):
+            raise PlanError(
+                f"input_ids hold padding tokens ({self.first_position - 1}), which {self.model} does not "
+                "count in positions; pack documents into rows without padding"
+            )
         if positions is None:
             return {**made, "position_ids": made["position_ids"] + self.first_position}
         if int(positions.min()) < self.first_position:
@@ -505,10 +511,9 @@ class _Prover:
 
     def first_position(self) -> int:
         """Models after Roberta count positions from the padding token's number on."""
+        makes = "create_position_ids_from_input_ids"
         for module in self.model.modules():
-            if hasattr(module, "position_embeddings") and hasattr(
-                module, "create_position_ids_from_input_ids"
-            ):
+            if hasattr(module, "position_embeddings") and hasattr(module, makes):
                 return int(module.padding_idx) + 1
         return 0
 
@@ -615,7 +620,7 @@ class _Prover:
         handles = [self.model.get_input_embeddings().register_forward_hook(poison)]
         try:
             outputs, probe = self.alone()
-            if not any(_spread(value) for value in outputs):
+            if not any(_spread(value, 1) for value in outputs):
                 return probe
             first: list[str] = []
             for path, module in self.model.named_modules():
@@ -702,27 +707,23 @@ class _Prover:
         return calls
 
 
-def _spread(value: Tensor) -> bool:
-    """Whether tokens other than the poisoned one are not finite, along any axis that may be theirs."""
-    bad = ~value.isfinite()
-    for axis in range(value.dim()):
-        if value.shape[axis] == TOKENS:
-            others = bad.movedim(axis, 0).flatten(1).any(1)
-            others[POISONED] = False
-            if bool(others.any()):
-                return True
-    return False
+def _spread(value: Tensor, axis: int) -> bool:
+    """Whether tokens other than the poisoned one are not finite; they lie along this axis."""
+    others = value.isfinite().movedim(axis, 0).flatten(1).all(1)
+    others[POISONED] = True
+    return not bool(others.all())
 
 
 def _watch(path: str, first: list[str]) -> Callable[..., None]:
     """A forward hook that notes the module if the NaN spread in it before it did in any other."""
 
     def hook(_: nn.Module, __: Any, out: Any) -> None:
-        values: Iterable[Any] = out if isinstance(out, tuple | list) else (out,)
-        if not first and any(
-            isinstance(v, Tensor) and v.is_floating_point() and _spread(v) for v in values
-        ):
-            first.append(path)
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if first or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            axes = [axis for axis, size in enumerate(value.shape) if size == TOKENS]
+            if any(_spread(value, axis) for axis in axes):
+                first.append(path)
 
     return hook
 

@@ -234,8 +234,8 @@ def sequence_parallel(
             raise PlanError("give the model's inputs by keyword, only input_ids may come first")
         given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
         check_media(type(model).__name__, given)
-        device = next((x.device for x in given.values() if isinstance(x, Tensor)), None)
-        proof = prove(model, before, device)
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        proof = prove(model, before, getattr(tokens, "device", None))
         out = shard_inputs(given, plan, group, kernel=kernel)
         check_lengths(model.config.get_text_config(), out["tasp"].plan.docs)
         return (), proof.with_positions(given, out)
