@@ -14,7 +14,7 @@ NOTEBOOKS := ^ *\# notebooks
 OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
     requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
-.PHONY: help demo test test-full test-browser test-slurm test-hf test-slow test-course test-fabric fabric-bench lint \
+.PHONY: help demo test test-full test-browser test-slurm test-hf test-models test-slow test-course test-fabric fabric-bench lint \
     notebooks course bench clean
 .DEFAULT_GOAL := help
 
@@ -44,8 +44,11 @@ test-fabric: $(VENV)/.ok ## real ranks over emulated links, timed (Linux; root o
 test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outside (minutes)
 	$(PY) -m pytest -m slow
 
-test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers
-	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py
+test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers (minutes)
+	PYTHONPATH=$(VENV)/older $(PY) -m pytest -m "models or not models" tests/test_transformers.py tests/test_models.py
+
+test-models: $(VENV)/.ok ## families of transformers against the stock model, and docs/models.md (minutes)
+	$(PY) -m pytest -m models tests/test_models.py
 
 .PHONY: test-versions
 test-versions: $(VENV)/.ok ## oldest and newest dependencies, Python 3.11 to 3.13, from a wheel (minutes; downloads GBs)

@@ -142,7 +142,7 @@ def launch(
         ranks: how many, >= 1.
         timeout_s: how long all of it may take.
         message_timeout_s: how long a rank may wait for one message; it must be shorter, so that ranks
-            that wait in vain can say for whom before all are ended. Default: half of timeout_s.
+            that wait in vain can say for whom before all are ended. Default: three quarters of timeout_s.
         enter: called with its rank in each new process before it joins the others.
 
     Raises:
@@ -154,7 +154,7 @@ def launch(
         raise PlanError(f"launch needs a whole number of ranks >= 1, got {ranks!r}")
     if not 0 < timeout_s < float("inf"):
         raise PlanError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    message_s = timeout_s / 2 if message_timeout_s is None else message_timeout_s
+    message_s = 0.75 * timeout_s if message_timeout_s is None else message_timeout_s
     if not 0 < message_s < timeout_s:
         raise PlanError(
             f"message_timeout_s must be above 0 and below timeout_s, {timeout_s}, got {message_s!r}"

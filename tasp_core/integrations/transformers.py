@@ -5,7 +5,7 @@
         out.loss.backward()                                      # losses and gradients ADD UP over ranks
     whole = tasp.gather(out.logits, plan, group, dim=1)          # prefill: logits of the whole row
 
-For any model whose attention goes through the interface (Llama, Qwen, Mistral, ...). A layer's sliding
+Each model is proved at its first use, see models.py; docs/models.md lists families. A layer's sliding
 window is the model's business: give the plan of the row without one. `labels` are as transformers has
 them, unshifted. Not covered: padding (pack rows instead), dropout, sinks, soft caps, decoding.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..attention import attention
 from ..documents import Documents
@@ -31,12 +31,23 @@ from ..errors import PlanError
 from ..loss import next_token_labels
 from ..plan import Plan
 from ..tensors import shard
+from .models import (
+    ALONE,
+    NAME,
+    Mask,
+    NoPlanError,
+    Probe,
+    asked,
+    check_kinds,
+    check_lengths,
+    check_media,
+    mask_of,
+    prove,
+)
 
-NAME = "tasp"
 PER_TOKEN = ("input_ids", "token_type_ids", "inputs_embeds")  # [B, T, ...]
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 ROW = (*CU_SEQLENS, "max_length_q", "max_length_k")  # of the whole row: the plan knows them
-REFUSED = ("softcap", "s_aux", "position_bias")  # what some models add to scores
 
 Planner = Callable[[Documents], Plan]
 
@@ -48,39 +59,46 @@ class Run:
     plan: Plan
     group: Any
     kernel: str = "auto"
+    calls: list[str] = field(default_factory=list, compare=False, repr=False)  # what attended
 
 
 def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    tasp: Run | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    scaling: float | None = None,
+    tasp: Run | Probe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v [B, H, t, D] in, out [B, t, H, D]."""
-    layer = f"attention layer {getattr(module, 'layer_idx', '?')}"
     if tasp is None:
-        raise PlanError(
-            f"{layer} has no plan: call the model inside sequence_parallel(model, plan, group), "
-            "or with the inputs that shard_inputs returns"
+        raise NoPlanError(
+            f"attention layer {getattr(module, 'layer_idx', '?')} has no plan: call the model inside "
+            "sequence_parallel(model, plan, group), or with the inputs that shard_inputs returns"
         )
-    if attention_mask is not None or dropout:
-        what = "an attention mask" if attention_mask is not None else f"dropout {dropout}"
-        raise PlanError(f"{layer} asks for {what}, which no plan has; pack rows, set dropout to 0")
-    if extra := [name for name in REFUSED if kwargs.get(name) is not None]:
-        raise PlanError(f"{layer} asks for {', '.join(extra)}, which no plan has")
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if causal != tasp.plan.docs.causal:
+    docs = tasp.docs if isinstance(tasp, Probe) else tasp.plan.docs
+    ask = asked(module, query, key, attention_mask, docs, **kwargs)
+    if isinstance(tasp, Probe):
+        return tasp.attend(module, query, key, value, ask, scaling), None
+    config = getattr(module, "config", None)
+    check_kinds(config)
+    check_lengths(config, docs)
+    if ask.causal != docs.causal:
         kinds = ["full", "causal"]
         raise PlanError(
-            f"{layer} is {kinds[causal]}, the plan {kinds[tasp.plan.docs.causal]}; "
-            f"make it with Documents.of(..., causal={causal})"
+            f"{ask.layer} is {kinds[ask.causal]}, the plan {kinds[docs.causal]}; "
+            f"make it with Documents.of(..., causal={ask.causal})"
         )
-    plan = _windowed(tasp.plan, sliding_window, layer)
+    plan = _windowed(tasp.plan, ask.window, ask.layer)
+    tasp.calls.append(ask.layer)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(q, k, v, plan, tasp.group, scaling, tasp.kernel), None
 
 
 AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, mask_of)
 
 
 @lru_cache(maxsize=64)
@@ -201,22 +219,37 @@ def sequence_parallel(
     Run backward inside too when layers are checkpointed. A wrapper (DDP, FSDP) goes around the model.
 
     Raises:
-        PlanError: the model's attention does not go through the interface.
+        PlanError: the model's attention does not go through the interface, or its proof fails.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        raise PlanError(f"{type(model).__name__} does not use transformers' AttentionInterface")
+        raise PlanError(
+            f"{type(model).__name__} does not use transformers' AttentionInterface, so that its attention "
+            f"cannot run on a plan; {ALONE}"
+        )
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if len(args) > 1:
             raise PlanError("give the model's inputs by keyword, only input_ids may come first")
         given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
-        return (), shard_inputs(given, plan, group, kernel=kernel)
+        check_media(type(model).__name__, given)
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        proof = prove(model, before, getattr(tokens, "device", None))
+        out = shard_inputs(given, plan, group, kernel=kernel)
+        check_lengths(model.config.get_text_config(), out["tasp"].plan.docs)
+        return (), proof.with_positions(given, out)
 
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    def counted(_: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+        prove(model, before).check_calls(kwargs["tasp"].calls)
+
+    handles = [
+        model.register_forward_pre_hook(hook, with_kwargs=True),
+        model.register_forward_hook(counted, with_kwargs=True),
+    ]
     try:
         yield model
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         model.set_attn_implementation(before)
