@@ -34,7 +34,7 @@ def train(
         labels = shard(next_token_labels(ids, docs), p, rank)
         local, positions = shard(ids, p, rank), torch.from_numpy(p.positions(rank))
         logits = model(local, positions, lambda q, k, v, p=p: attention(q, k, v, p, group))
-        total, count = token_loss(logits, labels, group, inputs=local)
+        total, count = token_loss(logits, labels, group, inputs=local, plan=p)
         loss = total / count.clamp(min=1)
         optimizer.zero_grad()
         loss.backward()

@@ -110,7 +110,7 @@ class Run:
         total = torch.zeros((), device=self.world.device)
         for row in batch.rows:
             labels = torch.from_numpy(row.labels).to(self.world.device)
-            part, _ = token_loss(self.logits(row), labels, self.group)
+            part, _ = token_loss(self.logits(row), labels, self.group, plan=row.plan)
             (part / max(1, batch.targets)).backward()
             total += part.detach()
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.clip)
