@@ -352,11 +352,11 @@ def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accep
     if (positions := given.get("position_ids")) is not None:
         positions = _tensor("position_ids", positions)
         return positions[None] if positions.dim() == 1 else positions
-    counts_all = accepts.padding_id is None or "input_ids" not in given
-    if not counts_all and bool(ids.eq(accepts.padding_id).any()):
+    padding = accepts.padding_id if "input_ids" in given else None
+    if padding is not None and bool((ids == torch.tensor(padding)).any()):
         raise PlanError(
-            f"{accepts.name} does not count padding, and the row has token {accepts.padding_id}, its "
-            "padding; take padding off, or give position_ids"
+            f"{accepts.name} does not count padding, and the row has token {padding}, its padding; "
+            "take padding off, or give position_ids"
         )
     row = torch.from_numpy(plan.docs.positions() + accepts.first_position).to(ids.device)
     return row.expand(ids.shape[0], -1)

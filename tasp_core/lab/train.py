@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ def train(
     layout: str = "zigzag", seed: int = 0, lr: float = 3e-3,
 ) -> list[float]:  # fmt: skip
     """One rank of `ranks`: `steps` AdamW steps, a new packed row and a new plan each; the losses.
+
+    nan for a row without a target.
 
     Gradients add up over ranks (see loss.py), so every rank keeps the same weights.
     """
@@ -43,5 +46,5 @@ def train(
             for value in (shown, *(w.grad for w in model.parameters())):
                 dist.all_reduce(value, group=group)
         optimizer.step()
-        losses.append(float(shown))
+        losses.append(float(shown) if count else math.nan)
     return losses
