@@ -48,17 +48,14 @@ def next_token_labels(ids: Tensor, docs: Documents, ignore: int = -100) -> Tenso
     return labels
 
 
-def check_labels(labels: Tensor) -> None:
-    """Refuse labels that are not token ids.
-
-    Raises:
-        LayoutError: labels of another dtype than whole numbers.
-    """
+def label_complaint(labels: Tensor) -> str:
+    """Why labels are no token ids, or ""."""
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise LayoutError(
+        return (
             f"labels must be token ids, whole numbers, got {labels.dtype}; for weights or "
             "probabilities compute the loss yourself and divide by the group's count"
         )
+    return ""
 
 
 def token_sum(
@@ -151,10 +148,8 @@ def _complaint(logits: Tensor, labels: Tensor, ignore: int) -> str:
             f"logits {list(logits.shape)} and labels {list(labels.shape)} do not match; "
             "logits are labels' shape with the vocabulary behind it"
         )
-    try:
-        check_labels(labels)
-    except LayoutError as error:
-        return str(error)
+    if why := label_complaint(labels):
+        return why
     if labels.device.type == "cpu":  # elsewhere it would stop the host
         outside = labels[(labels != ignore) & ((labels < 0) | (labels >= logits.shape[-1]))]
         if len(outside):

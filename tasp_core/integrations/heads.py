@@ -62,7 +62,7 @@ def accepts(model: nn.Module) -> Accepts:
     """What the model takes.
 
     Raises:
-        PlanError: a model that would number the tokens of each rank by itself.
+        PlanError: a model that would number the tokens of each rank by itself, or returns tuples.
     """
     core = core_of(model)
     name = type(core).__name__
@@ -71,6 +71,10 @@ def accepts(model: nn.Module) -> Accepts:
         raise PlanError(
             f"{name}.forward takes no position_ids: every rank would count its own tokens from 0; use a "
             "model that takes them"
+        )
+    if getattr(core.config, "return_dict", True) is False:
+        raise PlanError(
+            f"{name} returns tuples, and outputs are known by name; set config.return_dict=True"
         )
     labels, why = _loss_kind(core)
     start, padding = _first_position(core)
@@ -232,14 +236,13 @@ class Head:
                     f"{name} returns {key} {list(x.shape)}, not one row for each of this rank's tokens, "
                     f"{list(rows)}; use a model whose head keeps all tokens"
                 )
-        if call.run.stand_in:
-            found |= {
-                k: _no_tokens(v) for k, v in found.items() if k not in ("loss", "aux_loss", *CACHES)
-            }
-            for key in CACHES:
-                _empty_cache(found.get(key))
         local, part = self._balance(found)
         loss, added = self._model_loss(found, local)
+        if call.run.stand_in:
+            kept = ("loss", "aux_loss", *CACHES)
+            found |= {k: _no_tokens(v) for k, v in found.items() if k not in kept}
+            for key in CACHES:
+                _empty_cache(found.get(key))
         if part is not None:
             found["aux_loss"] = part
         if loss is not None and added and part is not None:
@@ -344,6 +347,8 @@ class Head:
                 f"{name} has an aux_loss of unknown making (no router_logits or num_experts_per_tok); set "
                 "output_router_logits=False"
             )
+        if call.run.stand_in:
+            gates = _no_tokens(gates)
         counts, sums, rows = _routed(gates, top)
         experts = len(counts)
         if not self.same_balance:

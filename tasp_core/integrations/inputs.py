@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..errors import PlanError
-from ..loss import check_labels, next_token_labels
+from ..loss import label_complaint, next_token_labels
 from ..plan import Plan
 from ..tensors import shard
 
@@ -384,8 +384,8 @@ def _labels(
     for name, x in (("labels", labels), ("shift_labels", shifted)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape[:2]):
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-        if x is not None:
-            check_labels(x)
+        if x is not None and (why := label_complaint(x)):
+            raise PlanError(why)
     if accepts.labels == "own":
         return labels
     return next_token_labels(labels, docs) if shifted is None else shifted
