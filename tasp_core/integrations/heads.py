@@ -66,7 +66,12 @@ def accepts(model: nn.Module) -> Accepts:
     """
     core = core_of(model)
     name = type(core).__name__
-    parameters = inspect.signature(core.forward).parameters
+    parameters: dict[str, inspect.Parameter] = {}
+    for kind in type(
+        core
+    ).__mro__:  # a forward(*args, **kwargs) of a subclass passes on to the next
+        if kind is not nn.Module and "forward" in vars(kind):
+            parameters = {**inspect.signature(vars(kind)["forward"]).parameters, **parameters}
     if "position_ids" not in parameters:
         raise PlanError(
             f"{name}.forward takes no position_ids: every rank would count its own tokens from 0; use a "
