@@ -45,7 +45,7 @@ test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outsi
 	$(PY) -m pytest -m slow
 
 test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers
-	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py
+	PYTHONPATH=$(VENV)/older $(PY) -m pytest tests/test_transformers.py tests/test_inputs.py tests/test_trainer.py
 
 lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check

@@ -23,6 +23,9 @@ from tasp_core.integrations.transformers import sequence_parallel, shard_inputs
 hf.logging.set_verbosity_error()
 LENGTHS = [17, 1, 22, 8]
 DOCS, TOTAL = tasp.Documents.of(LENGTHS), sum(LENGTHS)
+OLDER = (
+    int(hf.__version__.split(".")[0]) < 5
+)  # of encoders, none goes through its attention interface
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "pad_token_id": 1,
@@ -353,6 +356,10 @@ HEADS = [
     "MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM",
 ]  # fmt: skip
 
+if OLDER:
+    new = ("GPT2", "Bert", "Roberta", "Electra", "Olmoe")
+    HEADS = [kind for kind in HEADS if not kind.startswith(new)]
+
 
 def head(kind):
     if kind == "GPT2LMHeadModel":
@@ -431,7 +438,7 @@ def test_losses_of_heads_are_the_stock_models(ranks, batch, times, extra):
 
 
 def test_label_smoothing_is_that_of_the_whole_row():
-    kinds, ids = ["LlamaForCausalLM", "BertForMaskedLM"], token_ids()
+    kinds, ids = [HEADS[0], HEADS[3]], token_ids()
     wanted = {k: wanted_of(k, ids, DOCS, smoothing=0.1) for k in kinds}
     for answer in tasp.launch(
         of_rank, 2, kinds, plans(LENGTHS, 2), ids, {"label_smoothing": 0.1}
@@ -513,6 +520,9 @@ ODD = [
     ("long rope", {}, "rotary embeddings change with the length .* beyond 20; a document has 22"),
 ]  # fmt: skip
 
+if OLDER:
+    ODD = [case for case in ODD if case[0] not in ("classes of rows, bert", "inside", "pooler")]
+
 
 def refused(rank, group, ranks, cases):
     found = []
@@ -552,6 +562,7 @@ def test_models_are_as_they_were_and_are_not_entered_twice():
     assert torch.equal(net(input_ids=ids, labels=ids).loss, before)
 
 
+@pytest.mark.skipif(OLDER, reason="Roberta does not go through this version's attention interface")
 def test_positions_of_models_that_do_not_begin_at_0():
     net, p = head("RobertaForMaskedLM"), tasp.plan(tasp.Documents.of(LENGTHS, causal=False), 1)
     with sequence_parallel(net, p):
@@ -575,6 +586,7 @@ FEW_KINDS = [
     "MixtralForCausalLM",
     "LlamaForTokenClassification",
 ]
+FEW_KINDS = [kind for kind in FEW_KINDS if kind in HEADS]
 
 
 @pytest.mark.parametrize(("layout", "lengths", "ranks", "batch"), FEW)
