@@ -45,7 +45,8 @@ test-slow: $(VENV)/.ok ## training under torchrun, killed and stopped from outsi
 	$(PY) -m pytest -m slow
 
 test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers (minutes)
-	PYTHONPATH=$(VENV)/older $(PY) -m pytest -m "models or not models" tests/test_transformers.py tests/test_models.py
+	PYTHONPATH=$(VENV)/older $(PY) -m pytest -m "models or not models" tests/test_transformers.py tests/test_models.py \
+	    tests/test_inputs.py tests/test_trainer.py
 
 test-models: $(VENV)/.ok ## families of transformers against the stock model, and docs/models.md (minutes)
 	$(PY) -m pytest -m models tests/test_models.py

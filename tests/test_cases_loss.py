@@ -113,6 +113,85 @@ def test_s1_ranks_without_labels():
             assert (rank in silent) == (total == 0.0) == (not grad.any())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_logits_of_ignored_tokens_may_be_anything(dtype, bad):
+    start, labels = random(2, 7, 50, dtype=dtype), token_ids(14).view(2, 7) % 50
+    labels[0, 2:5], labels[1, 6] = -100, -100
+    logits = start.masked_fill((labels == -100)[..., None], bad).requires_grad_()
+    right = start.clone().requires_grad_()
+    for x in (logits, right):
+        total, count = tasp.token_loss(x, labels)
+        (total / count).backward()
+    assert torch.isfinite(total)
+    assert torch.equal(logits.grad, right.grad)
+    assert not logits.grad[0, 2:5].any()
+    assert torch.equal(logits[0, 2].isfinite(), torch.zeros(50, dtype=torch.bool))  # left alone
+
+
+def counts(rank, group):
+    """What is counted with and without a plan, and what is said to a plan of other ranks."""
+    labels, logits = torch.arange(8) % 5, random(8, 5)
+    alone, pair = tasp.plan([8], 1), tasp.plan([16], 2)
+    found = [
+        int(tasp.token_loss(logits, labels, group, plan=p)[1])
+        for p, group in ((alone, None), (pair, None), (pair, dist.group.WORLD))
+    ]
+    said = []
+    for p, other in ((alone, dist.group.WORLD), (tasp.plan([8], 4), None)):
+        try:
+            tasp.token_loss(logits, labels, other, plan=p)
+        except tasp.PlanError as error:
+            said.append(str(error))
+    if rank == 0:  # nobody else calls: it must not wait for them
+        found.append(int(tasp.token_loss(logits, labels, plan=alone)[1]))
+    return found, said
+
+
+def test_a_plan_of_one_rank_counts_this_process_alone():
+    for rank, (found, said) in enumerate(tasp.launch(counts, 2, timeout_s=10)):
+        assert found == [8, 16, 16, *([8] if rank == 0 else [])]
+        assert "the plan is for 1 ranks, the group has 2" in said[0]
+        assert "the plan is for 4 ranks, the group has 2" in said[1]
+    with pytest.raises(
+        tasp.PlanError, match=r"for 2 ranks, the group has 1 .torch.distributed is not"
+    ):
+        tasp.token_loss(random(8, 5), torch.arange(8) % 5, plan=tasp.plan([16], 2))
+
+
+BAD_LABELS = [
+    (torch.arange(8) + 90, "label 97 is outside the vocabulary of 97"),
+    (-torch.arange(8), "label -1 is outside"),
+    (torch.arange(8).float(), "must be token ids, whole numbers, got torch.float32"),
+    (torch.arange(8) > 3, "got torch.bool"),
+    (torch.arange(7), "do not match"),
+]
+
+
+def one_bad_label(rank, group, labels):
+    try:
+        tasp.token_loss(random(8, 97), labels if rank == 1 else torch.arange(8), group)
+    except tasp.LayoutError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(("labels", "message"), BAD_LABELS)
+def test_labels_that_are_no_token_ids(labels, message):
+    with pytest.raises(tasp.LayoutError, match=message):
+        tasp.token_loss(random(8, 97), labels)
+    first, second = tasp.launch(one_bad_label, 2, labels, timeout_s=10)
+    assert message in second
+    assert "labels or logits of 1 other ranks do not fit" in first
+
+
+def test_labels_of_any_whole_numbers():
+    logits, labels = random(8, 97), torch.arange(8)
+    wanted = tasp.token_loss(logits, labels)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert tasp.token_loss(logits, labels.to(dtype)) == wanted
+
+
 def model():
     torch.manual_seed(3)
     return TinyLlama(dim=32, layers=2, heads=4, kv_heads=2).double()

@@ -104,6 +104,22 @@ def test_s7_s8_counts_lengths_and_held_out_losses_do_not_depend_on_ranks(tmp_pat
         assert sum(x["targets"] for x in parts) == one["buckets"]["all"]["targets"]
 
 
+def test_a_step_without_targets_has_no_loss(tmp_path, capfd):
+    """One-byte documents have no next byte; the others do."""
+    for name, texts in (("none", ["a"] * 64), ("some", ["a", "bcd"] * 32)):
+        out, data = tmp_path / name, tmp_path / f"{name}.jsonl"
+        lines = [json.dumps({"prompt": text, "response": ""}) for text in texts]
+        data.write_text("\n".join(lines))
+        s = Settings(out=out, data=(str(data),), sft=True, steps=2, tokens=16, eval_every=0)
+        tasp.launch(work, 2, s)
+        found = read(out / "metrics.jsonl")
+        assert [line["targets"] for line in found] == [0, 0]
+        assert [line["loss"] for line in found] == [None, None]
+        assert [line["grad_norm"] for line in found] == [0.0, 0.0]
+        assert "no targets" in capfd.readouterr().out
+        assert "NaN" not in (out / "metrics.jsonl").read_text()
+
+
 def test_buckets_hold_the_losses_of_their_positions():
     class Row:
         positions = torch.tensor([0, 63, 64, 300, 70, 5]).numpy()

@@ -328,31 +328,6 @@ class Proof:
 
     model: str  # its class
     calls: int  # of attention in a forward
-    first_position: int  # that the model gives to a document's first token
-
-    def with_positions(self, given: Mapping[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-        """`made`, a rank's inputs, with positions counted as the model counts; `given` are whole rows.
-
-        Raises:
-            PlanError: given positions that count from 0 where the model does not; padding tokens, which
-                such a model does not count.
-        """
-        positions, ids = given.get("position_ids"), given.get("input_ids")
-        if not self.first_position:
-            return made
-        if positions is None and ids is not None and bool((ids == self.first_position - 1).any()):
-            raise PlanError(
-                f"input_ids hold padding tokens ({self.first_position - 1}), which {self.model} does not "
-                "count in positions; pack documents into rows without padding"
-            )
-        if positions is None:
-            return {**made, "position_ids": made["position_ids"] + self.first_position}
-        if int(positions.min()) < self.first_position:
-            raise PlanError(
-                f"{self.model} counts positions from {self.first_position} on, position_ids begin "
-                f"at {int(positions.min())}; leave them out and tell documents by cu_seq_lens_q"
-            )
-        return made
 
     def check_calls(self, calls: list[str]) -> None:
         """Every forward must attend as often as the one that was proved.
@@ -454,22 +429,21 @@ def _refuse_skipped_layers(model: PreTrainedModel) -> None:
             )
 
 
-MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values", "speech")
+def first_position(model: nn.Module) -> tuple[int, int | None]:
+    """The position of a document's first token, and the token that is not counted, if there is one.
 
-
-def check_media(model: str, inputs: Mapping[str, Any]) -> None:
-    """Refuse images and sounds: which tokens they stand for, and where, is told by the whole row.
-
-    Raises:
-        PlanError: such an input.
+    Roberta's kin count positions from the padding token's number on and leave padding tokens out.
     """
-    for name, value in inputs.items():
-        if value is not None and name.startswith(MEDIA):
-            raise PlanError(
-                f"{model} is given {name}, and a rank holds only some of the tokens that it stands for; "
-                "compute inputs_embeds and position_ids of the whole row with the stock model and give "
-                f"those, or {ALONE}"
-            )
+    for module in model.modules():
+        makers = (f"create_position_ids_from_{x}" for x in ("input_ids", "inputs_embeds"))
+        padding = getattr(module, "padding_idx", None)
+        if (
+            hasattr(module, "position_embeddings")
+            and any(hasattr(module, name) for name in makers)
+            and isinstance(padding, int)
+        ):
+            return padding + 1, padding
+    return 0, None
 
 
 class _Prover:
@@ -491,7 +465,7 @@ class _Prover:
         size = int(getattr(config, "vocab_size", weight.shape[0]))
         usual = [i for i in range(size // 2, size) if i not in special]
         self.ids = torch.tensor([list(islice(cycle(usual or [0]), 2 * LENGTH))], device=self.device)
-        self.first = self.first_position()
+        self.first, _ = first_position(model)
         self.attending: list[nn.Module] = []
 
     def check_kind(self) -> None:
@@ -509,21 +483,13 @@ class _Prover:
         if what:
             raise PlanError(f"{self.name} {what}; {ALONE}")
 
-    def first_position(self) -> int:
-        """Models after Roberta count positions from the padding token's number on."""
-        makes = "create_position_ids_from_input_ids"
-        for module in self.model.modules():
-            if hasattr(module, "position_embeddings") and hasattr(module, makes):
-                return int(module.padding_idx) + 1
-        return 0
-
     def prove(self) -> Proof:
         with _implementation(self.model, NAME), _as_evaluated(self.model), torch.no_grad():
             probe = self.check_mixing()
             self.attending = list(dict.fromkeys(probe.modules))
             calls = self.check_calls(probe)
             self.check_numbers()
-        return Proof(self.name, calls, self.first)
+        return Proof(self.name, calls)
 
     # -- one forward each
 

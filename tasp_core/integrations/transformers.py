@@ -13,11 +13,13 @@ them, unshifted. Not covered: padding (pack rows instead), dropout, sinks, soft 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,38 +30,36 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..attention import attention
 from ..documents import Documents
 from ..errors import PlanError
-from ..loss import next_token_labels
 from ..plan import Plan
-from ..tensors import shard
+from ..transport import Exchange
+from .heads import Head, accepts
+from .inputs import (
+    SAME_ROWS,
+    Accepts,
+    Planner,
+    Run,
+    Sharded,
+    documents_of,
+    group_size,
+    prepare,
+    shard_inputs,
+    signature,
+)
 from .models import (
     ALONE,
     NAME,
     Mask,
     NoPlanError,
     Probe,
+    Proof,
     asked,
     check_kinds,
     check_lengths,
-    check_media,
     mask_of,
     prove,
 )
 
-PER_TOKEN = ("input_ids", "token_type_ids", "inputs_embeds")  # [B, T, ...]
-CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-ROW = (*CU_SEQLENS, "max_length_q", "max_length_k")  # of the whole row: the plan knows them
-
-Planner = Callable[[Documents], Plan]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a model's attention layers need: passed to them as the keyword `tasp`."""
-
-    plan: Plan
-    group: Any
-    kernel: str = "auto"
-    calls: list[str] = field(default_factory=list, compare=False, repr=False)  # what attended
+__all__ = ["NAME", "Run", "active", "documents_of", "sequence_parallel", "shard_inputs"]
 
 
 def _attend(
@@ -94,7 +94,12 @@ def _attend(
     plan = _windowed(tasp.plan, ask.window, ask.layer)
     tasp.calls.append(ask.layer)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, plan, tasp.group, scaling, tasp.kernel), None
+    if tasp.stand_in:  # no token of the row: take part with none, and give zeros
+        q, k, v = q[:, :0], k[:, :0], v[:, :0]
+    out = attention(q, k, v, plan, tasp.group, scaling, tasp.kernel, tokens=tasp.tokens)
+    if tasp.stand_in:
+        out = torch.cat([out, out.new_zeros(len(out), 1, *out.shape[2:])], 1)
+    return out, None
 
 
 AttentionInterface.register(NAME, _attend)
@@ -125,102 +130,27 @@ def _windowed(plan: Plan, window: int | None, layer: str) -> Plan:
     return other
 
 
-def documents_of(inputs: Mapping[str, Any], tokens: int) -> Documents | None:
-    """The row's documents as `inputs` tell them: by cu_seqlens, else by position_ids [B, T], else None.
-
-    Raises:
-        PlanError: position_ids that do not count 0, 1, 2, ... in every document, or differ by row.
-    """
-    for name in CU_SEQLENS:
-        if (cu := inputs.get(name)) is not None:
-            return Documents.from_cu_seqlens(torch.as_tensor(cu).tolist(), total=tokens)
-    positions = inputs.get("position_ids")
-    if positions is None or positions.dim() != 2:  # [3, B, T] do not tell where documents begin
-        return None
-    row = positions[0].cpu().numpy()
-    starts = np.flatnonzero(row == 0)
-    if (positions == positions[:1]).all() and (starts[:1] == 0).all() and len(starts) > 0:
-        docs = Documents([*starts, tokens])
-        if np.array_equal(docs.positions(), row):
-            return docs
-    raise PlanError(
-        "position_ids must count 0, 1, 2, ... inside every document and be the same in every row of "
-        "a batch; pack rows with different documents into one, or give cu_seqlens"
-    )
-
-
-def _resolve(inputs: Mapping[str, Any], tokens: int, plan: Plan | Planner) -> Plan:
-    """The plan of these inputs, held against the documents that the inputs themselves tell."""
-    found = documents_of(inputs, tokens)
-    if not isinstance(plan, Plan):
-        plan = plan(found or Documents.of([tokens]))
-    elif found and _some(found) != _some(plan.docs):
-        raise PlanError(f"the inputs hold {found!r}, the plan is for {plan.docs!r}")
-    if tokens != plan.docs.total:
-        raise PlanError(f"rows have {tokens} tokens, the plan is for {plan.docs.total}")
-    return plan
-
-
-def _some(docs: Documents) -> list[int]:
-    """Lengths of the documents that hold tokens."""
-    return docs.lengths[docs.lengths > 0].tolist()
-
-
-def shard_inputs(
-    inputs: Mapping[str, Any], plan: Plan | Planner, group: Any = None, *, kernel: str = "auto"
-) -> dict[str, Any]:
-    """A model's keyword arguments for whole rows -> those for this rank's tokens, and for attention.
-
-    input_ids, inputs_embeds, labels, and position_ids of [B, T] or [3, B, T] are sharded; labels are
-    shifted first, inside documents; positions are made where there are none. A mask without padding
-    is dropped; all else passes through.
-
-    Args:
-        plan: the rows' plan, or a function from their documents (read off cu_seqlens or position_ids)
-            to it. Every row of the batch follows it.
-        group: plan.ranks ranks; None: the default group, or one process.
-
-    Returns:
-        keyword arguments; with labels, the model's loss is this rank's part of sum / count, where
-        count is `num_items_in_batch` (of all rows of a step, where several make one) or the rows' own.
-
-    Raises:
-        PlanError: padding, or inputs that do not fit the plan.
-    """
-    out = {k: v for k, v in inputs.items() if k not in ROW and v is not None}
-    ids = out.get("input_ids", out.get("inputs_embeds"))
-    if ids is None:
-        raise PlanError(f"inputs have no input_ids and no inputs_embeds, only {', '.join(inputs)}")
-    plan = _resolve(inputs, ids.shape[1], plan)
-    rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    mask = out.pop("attention_mask", None)
-    if mask is not None and not bool(mask.all()):
-        raise PlanError("attention_mask hides tokens; pack documents into rows without padding")
-    if out.get("position_ids") is None:
-        row = torch.from_numpy(plan.docs.positions()).to(ids.device)
-        out["position_ids"] = row.expand(ids.shape[0], -1)
-    out["position_ids"] = shard(out["position_ids"], plan, rank, dim=-1)
-    if (labels := out.get("labels")) is not None:
-        shifted = out.pop("shift_labels", None)
-        shifted = next_token_labels(labels, plan.docs) if shifted is None else shifted
-        count = (shifted != -100).sum().clamp(min=1)
-        out["num_items_in_batch"] = out.get("num_items_in_batch", count)
-        out["labels"] = out["shift_labels"] = shard(shifted, plan, rank, dim=1)
-    out |= {name: shard(out[name], plan, rank, dim=1) for name in PER_TOKEN if name in out}
-    return {**out, "tasp": Run(plan, group, kernel)}
-
-
 @contextmanager
 def sequence_parallel(
     model: PreTrainedModel, plan: Plan | Planner, group: Any = None, *, kernel: str = "auto"
 ) -> Iterator[PreTrainedModel]:
     """Inside, `model(...)` takes whole rows and computes this rank's tokens; see `shard_inputs`.
 
+    Every call compares the ranks' rows, labels and documents first. With labels, `out.loss` is this
+    rank's part of the loss of all rows, sum / count (`num_items_in_batch` if given, else their labels;
+    0 where there are none), also of masked language models and token classification (`heads`).
+    `label_smoothing=0.1` smooths it as Trainer does. Where a model returns a router's `aux_loss`, this is
+    a part of the group's, too. Outputs of a rank without tokens have none.
+
     Run backward inside too when layers are checkpointed. A wrapper (DDP, FSDP) goes around the model.
 
     Raises:
-        PlanError: the model's attention does not go through the interface, or its proof fails.
+        PlanError: the model's attention does not go through the interface, or it is inside already.
+        PlanError, at a call and on every rank: the model's proof fails; what one rank is given does not
+            fit, or ranks are given different rows; outputs and losses that are not known to be right.
     """
+    if model in _ACTIVE:
+        raise PlanError(f"this {type(model).__name__} is inside sequence_parallel already")
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
@@ -229,27 +159,108 @@ def sequence_parallel(
             f"cannot run on a plan; {ALONE}"
         )
 
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if len(args) > 1:
-            raise PlanError("give the model's inputs by keyword, only input_ids may come first")
-        given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
-        check_media(type(model).__name__, given)
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
-        proof = prove(model, before, getattr(tokens, "device", None))
-        out = shard_inputs(given, plan, group, kernel=kernel)
-        check_lengths(model.config.get_text_config(), out["tasp"].plan.docs)
-        return (), proof.with_positions(given, out)
-
-    def counted(_: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
-        prove(model, before).check_calls(kwargs["tasp"].calls)
-
+    before_call, after_call = _door(model, before, plan, group, kernel, head := Head(model, group))
     handles = [
-        model.register_forward_pre_hook(hook, with_kwargs=True),
-        model.register_forward_hook(counted, with_kwargs=True),
+        model.register_forward_pre_hook(before_call, with_kwargs=True),
+        model.register_forward_hook(after_call),
     ]
+    head.enter()
     try:
         yield model
     finally:
+        head.leave()
         for handle in handles:
             handle.remove()
+        del _ACTIVE[model]
         model.set_attn_implementation(before)
+
+
+@dataclass
+class Active:
+    """A model inside `sequence_parallel`, for what is built on it; `call`: its last one, once proved."""
+
+    plan: Plan | Planner
+    group: Any
+    accepts: Accepts
+    call: Sharded | None = None
+    proof: Proof | None = None
+
+
+_ACTIVE: WeakKeyDictionary[torch.nn.Module, Active] = WeakKeyDictionary()
+
+
+def active(model: torch.nn.Module) -> Active | None:
+    """What `sequence_parallel` was given for a model, or None outside."""
+    return _ACTIVE.get(model)
+
+
+def _door(
+    model: PreTrainedModel,
+    stock: str,
+    plan: Plan | Planner,
+    group: Any,
+    kernel: str,
+    head: Head,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What runs before and after the model at every call.
+
+    Args:
+        stock: the model's attention implementation outside.
+    """
+    state = _ACTIVE[model] = Active(plan, group, accepts(model))
+
+    def before(
+        _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        cause, call = None, None
+        try:
+            if len(args) > 1:
+                raise PlanError("give the model's inputs by keyword, only input_ids may come first")
+            given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
+            call = prepare(given, plan, group, kernel, state.accepts)
+        except Exception as error:  # one rank's must reach all of them
+            cause = error
+        if (call.run.plan.ranks if call else _ranks(plan, group)) > 1:
+            _agree(group, signature(call.whole) if call else {"error": _text(cause)})
+        if cause or not call:
+            raise cause or PlanError("the model's inputs made no plan")
+        # all ranks have come here: a model whose parameters they share gathers them in its proof
+        state.proof = prove(model, stock, call.inputs["position_ids"].device)
+        check_lengths(model.config.get_text_config(), call.run.plan.docs)
+        state.call = call
+        return (), call.inputs | head.begin(call)
+
+    def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
+        assert state.proof is not None
+        assert state.call is not None
+        state.proof.check_calls(state.call.run.calls)
+        return head.finish(out)
+
+    return before, after
+
+
+def _text(error: Exception | None) -> str:
+    """An error in words; those that are not ours with their kind."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def _ranks(plan: Plan | Planner, group: Any) -> int:
+    """How many ranks wait for a rank whose inputs do not make a plan."""
+    if not isinstance(plan, Plan):
+        try:
+            plan = plan(Documents.of([1]))
+        except Exception:  # the user's function; then the group is all there is to go by
+            return dist.get_world_size(group) if dist.is_initialized() else 1
+    return group_size(plan, group)
+
+
+def _agree(group: Any, note: dict[str, str]) -> None:
+    """The same error on all ranks, when one has an error or rows of its own."""
+    exchange = Exchange(group)
+    exchange.handshake(note, PlanError)
+    try:
+        exchange.settle()
+    except PlanError as error:
+        if re.match(r"rank \d+: ", text := str(error)):
+            raise
+        raise PlanError(f"{text} {SAME_ROWS}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def train(
 ) -> list[float]:  # fmt: skip
     """One rank of `ranks`: `steps` AdamW steps, a new packed row and a new plan each; the losses.
 
+    nan for a row without a target.
+
     Gradients add up over ranks (see loss.py), so every rank keeps the same weights.
     """
     torch.manual_seed(seed)
@@ -34,7 +37,7 @@ def train(
         labels = shard(next_token_labels(ids, docs), p, rank)
         local, positions = shard(ids, p, rank), torch.from_numpy(p.positions(rank))
         logits = model(local, positions, lambda q, k, v, p=p: attention(q, k, v, p, group))
-        total, count = token_loss(logits, labels, group, inputs=local)
+        total, count = token_loss(logits, labels, group, inputs=local, plan=p)
         loss = total / count.clamp(min=1)
         optimizer.zero_grad()
         loss.backward()
@@ -43,5 +46,5 @@ def train(
             for value in (shown, *(w.grad for w in model.parameters())):
                 dist.all_reduce(value, group=group)
         optimizer.step()
-        losses.append(float(shown))
+        losses.append(float(shown) if count else math.nan)
     return losses

@@ -8,6 +8,7 @@ once and of interruptions gives the same losses, bit for bit on a CPU where the 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from itertools import chain
@@ -103,21 +104,25 @@ class Run:
         )  # fmt: skip
 
     def train(self, batch: Batch) -> tuple[float, float, bool]:
-        """One optimiser step; its loss, gradient norm, and whether any rank was asked to stop."""
+        """One optimiser step; its loss, gradient norm, and whether any rank was asked to stop.
+
+        A step without a target has no loss: nan, not 0; its gradient is 0.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.s.learning_rate(self.step)
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.world.device)
         for row in batch.rows:
             labels = torch.from_numpy(row.labels).to(self.world.device)
-            part, _ = token_loss(self.logits(row), labels, self.group)
+            part, _ = token_loss(self.logits(row), labels, self.group, plan=row.plan)
             (part / max(1, batch.targets)).backward()
             total += part.detach()
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.clip)
         self.optimizer.step()
         self.step, self.cursor = self.step + 1, batch.cursor
         loss, asked = self.world.add_up([total, self.stop.asked])
-        return loss / max(1, batch.targets), float(norm.full_tensor()), asked > 0
+        loss = loss / batch.targets if batch.targets else math.nan
+        return loss, float(norm.full_tensor()), asked > 0
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
@@ -162,9 +167,11 @@ def _run(job: Run) -> str:
         cost = job.meter.of_step(batch, time.perf_counter() - start)
         last = job.step == s.steps
         rate = s.learning_rate(job.step - 1)
-        metrics.write("step", job.step, loss=loss, grad_norm=norm, lr=rate, **cost)
+        known = loss if batch.targets else None  # null in the file: there is no loss
+        metrics.write("step", job.step, loss=known, grad_norm=norm, lr=rate, **cost)
+        shown = "no targets" if known is None else f"loss {loss:.4f}"
         metrics.say(
-            f"step {job.step}/{s.steps}  loss {loss:.4f}  {cost['tokens_per_s_per_device']:.0f} "
+            f"step {job.step}/{s.steps}  {shown}  {cost['tokens_per_s_per_device']:.0f} "
             f"tokens/s/device  MFU {cost['mfu']:.1%}", now=last,
         )  # fmt: skip
         if s.eval_every and (job.step % s.eval_every == 0 or last):

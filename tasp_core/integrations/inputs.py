@@ -1,0 +1,549 @@
+"""What a model is given for whole rows -> what it is given for one rank's tokens.
+
+    inputs = shard_inputs({"input_ids": ids, "position_ids": positions}, plan, group)
+    documents_of({"position_ids": positions}, tokens=ids.shape[1])     # where documents begin
+
+An input is known here or refused by name. Documents may be told in five ways (`documents_of`); what two
+of them say must be the same. Padding, 4-D masks, caches, images and per-token weights are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..documents import Documents
+from ..errors import PlanError
+from ..loss import label_complaint, next_token_labels
+from ..plan import Plan
+from ..tensors import shard
+
+IGNORE = -100
+CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+MAX_LENGTHS = ("max_length_q", "max_length_k")
+DOCUMENTS = (*CU_SEQLENS, *MAX_LENGTHS, "attention_mask", "seq_idx")  # read here, then dropped
+PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, T, ...]
+LABELS = ("labels", "shift_labels", "num_items_in_batch", "label_smoothing")
+PASSED = ("use_cache", "output_hidden_states", "output_router_logits", "is_causal")
+OFF = {  # what may be given as long as it asks for nothing, and what to do instead
+    "output_attentions": "attention weights are never made; leave it out",
+    "logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you need "
+    "from tasp.gather(out.logits, plan, group, dim=1)",
+    "num_logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you "
+    "need from tasp.gather(out.logits, plan, group, dim=1)",
+}
+ADVICE = {
+    "past_key_values": "a plan is for whole rows, not for decoding; use_cache=True returns the keys "
+    "and values of this rank's tokens",
+    "cache_position": "a plan is for whole rows, not for decoding; leave it out",
+    "loss_mask": "set the labels of tokens that do not count to -100",
+    "head_mask": "no plan has one; leave it out",
+    "pixel_values": "an image's features would have to be spread over the ranks with its tokens; "
+    "give inputs_embeds, made from the whole row on every rank",
+    "mm_token_type_ids": "it says which tokens are images, whose masks no plan has; give "
+    "inputs_embeds and position_ids",
+    "return_dict": "outputs are known by name; leave it out",
+}
+ADVICE |= {"cache": ADVICE["past_key_values"], "loss_weights": ADVICE["loss_mask"]}
+SAME_ROWS = (
+    "All ranks of a group must be given the same whole rows, each rank takes its tokens out of them: "
+    "use integrations.trainer.RowTrainer instead of Trainer, or a sampler whose index is that of the "
+    "group, e.g. DistributedSampler(data, num_replicas=groups, rank=rank // plan.ranks)"
+)
+
+Planner = Callable[[Documents], Plan]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model's attention layers need: passed to them as the keyword `tasp`.
+
+    Args:
+        tokens: [t] int64, index in the packed sequence of each of this rank's tokens, sharded like all
+            inputs: attention holds the order of its rows against it. None: the order is not checked.
+        stand_in: this rank has no tokens, and the model is given one that belongs to no document:
+            attention must not see it and gives zeros for it.
+        calls: the attention layers that have attended, in words; layers add to it.
+    """
+
+    plan: Plan
+    group: Any
+    kernel: str = "auto"
+    tokens: Tensor | None = field(default=None, compare=False, repr=False)
+    stand_in: bool = False
+    calls: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What a model's forward takes, as far as inputs depend on it.
+
+    Args:
+        name: of the model's class.
+        labels: "next" where the model's loss compares a token's logits with the next label, "own"
+            where with the token's own.
+        why_no_labels: why the model's loss is not known to be right on a plan, or "".
+        first_position: the position of a document's first token; 2 for most of Roberta's kin.
+        padding_id: the token that such a model does not count, or None.
+        segments: whether token_type_ids are embedded; other models make masks of them.
+        defaults: the values of arguments that are not given.
+    """
+
+    name: str = "the model"
+    labels: str = "next"
+    why_no_labels: str = ""
+    first_position: int = 0
+    padding_id: int | None = None
+    segments: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A rank's part of a model's inputs.
+
+    Args:
+        inputs: keyword arguments of the model, without labels.
+        labels: [B, t] what this rank's logits are compared with, or None.
+        count: labels of the whole rows, or the number that the caller divides by.
+        targets: labels of the whole rows.
+        whole: what must be the same on all ranks of the group.
+    """
+
+    inputs: dict[str, Any]
+    run: Run
+    batch: int
+    labels: Tensor | None
+    count: Any
+    targets: Any
+    smoothing: float
+    whole: dict[str, Any]
+
+
+# ---- where documents begin
+
+
+def documents_of(
+    inputs: Mapping[str, Any], tokens: int, *, first_position: int = 0
+) -> Documents | None:
+    """The row's documents as `inputs` tell them, or None where they do not.
+
+    Read are cu_seqlens (also cu_seq_lens_q, cu_seq_lens_k); position_ids [T], [B, T], and those of
+    multimodal rotary embeddings, [4, B, T] with text positions first and [3, B, T] with (0, 0, 0) at
+    the first token of each document; attention_mask [B, T] and seq_idx [B, T] that number documents.
+
+    Args:
+        tokens: of a row.
+        first_position: of a document, where not 0.
+
+    Raises:
+        PlanError: documents that cannot be read, differ by row of the batch, or by what tells them.
+    """
+    return _agreed(_told(inputs, tokens, first_position))
+
+
+def _told(inputs: Mapping[str, Any], tokens: int, first: int) -> dict[str, Documents]:
+    """Every input that tells documents, with what it tells."""
+    told: dict[str, Documents | None] = {}
+    for name in CU_SEQLENS:
+        if (cu := inputs.get(name)) is not None:
+            told[name] = Documents.from_cu_seqlens(torch.as_tensor(cu).tolist(), total=tokens)
+    if (positions := inputs.get("position_ids")) is not None:
+        told["position_ids"] = _by_positions(_tensor("position_ids", positions), tokens, first)
+    if (mask := inputs.get("attention_mask")) is not None:
+        told["attention_mask"] = _by_mask(mask, tokens)
+    if (index := inputs.get("seq_idx")) is not None:
+        told["seq_idx"] = _by_numbers("seq_idx", _tensor("seq_idx", index), tokens)
+    return {name: docs for name, docs in told.items() if docs is not None}
+
+
+def _agreed(told: Mapping[str, Documents]) -> Documents | None:
+    """What all of them tell."""
+    for name, docs in told.items():
+        first = next(iter(told))
+        if _lengths(docs) != _lengths(told[first]):
+            raise PlanError(
+                f"{first} tells {told[first]!r}, {name} tells {docs!r}; give one of them, or let them agree"
+            )
+    return next(iter(told.values()), None)
+
+
+def _lengths(docs: Documents) -> list[int]:
+    """Lengths of the documents that hold tokens."""
+    return docs.lengths[docs.lengths > 0].tolist()
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(f"{name} must be a tensor, got {type(value).__name__}") from None
+
+
+def _one_row(name: str, values: Tensor, tokens: int) -> np.ndarray:
+    """The numbers of one row, where all rows of the batch have the same."""
+    if values.dim() not in (1, 2) or values.shape[-1] != tokens:
+        raise PlanError(
+            f"{name} must be [B, T] with {tokens} tokens a row, got {list(values.shape)}"
+        )
+    rows = values.reshape(-1, tokens)
+    if not bool((rows == rows[:1]).all()):
+        raise PlanError(
+            f"{name} must be the same in every row of a batch: all rows follow one plan; pack rows "
+            "with different documents into one row, [1, T]"
+        )
+    return rows[0].cpu().numpy()
+
+
+def _by_numbers(name: str, numbers: Tensor, tokens: int) -> Documents:
+    """Documents numbered by token: 1, 1, 1, 2, 3, 3."""
+    if numbers.dtype.is_floating_point or numbers.dtype == torch.bool:
+        raise PlanError(f"{name} must number documents by whole numbers, got {numbers.dtype}")
+    row = _one_row(name, numbers, tokens).astype(np.int64)
+    if (np.diff(row) < 0).any():
+        raise PlanError(
+            f"{name} must number documents in row order, without going down; a document's tokens lie "
+            "side by side"
+        )
+    return Documents([0, *(np.flatnonzero(np.diff(row)) + 1), tokens] if tokens else [0])
+
+
+def _by_mask(mask: Any, tokens: int) -> Documents | None:
+    """Documents that a mask numbers; None for ones, which say nothing."""
+    if isinstance(mask, Mapping):
+        raise PlanError(
+            f"attention_mask is a dict of {', '.join(map(str, mask))}: masks for kinds of layers, which "
+            "no plan has; leave it out, the layers' own windows are taken, and tell documents by "
+            "position_ids or cu_seqlens"
+        )
+    if not isinstance(mask, Tensor):
+        raise PlanError(f"attention_mask must be a tensor [B, T], got {type(mask).__name__}")
+    if mask.dim() != 2:
+        raise PlanError(
+            f"attention_mask of shape {list(mask.shape)} says for pairs of tokens what is visible, which "
+            "no plan has; leave it out and tell documents by position_ids or cu_seqlens"
+        )
+    if bool((mask == 1).all()) and mask.shape[-1] == tokens:
+        return None
+    if bool((mask <= 0).any()):
+        raise PlanError(
+            "attention_mask hides tokens; pack documents into rows without padding, or take the padding "
+            "off and leave the mask out"
+        )
+    return _by_numbers("attention_mask", mask, tokens)
+
+
+def _by_positions(positions: Tensor, tokens: int, first: int) -> Documents | None:
+    """Documents at whose first tokens positions begin again."""
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        return _by_counts(positions[0], tokens, first)  # the text's own, then three axes
+    if positions.dim() == 3 and positions.shape[0] == 3:
+        if bool((positions == positions[:1]).all()) and bool((positions[0][:, :1] == 0).all()):
+            return _by_counts(positions[0], tokens, first)
+        starts = _one_row("position_ids", (positions == 0).all(0), tokens)
+        if not starts.any():
+            return None
+        if not starts[0]:
+            raise PlanError(
+                "position_ids [3, B, T] are (0, 0, 0) at a token in the row but not at its first; let "
+                "them restart in every document"
+            )
+        return Documents([*np.flatnonzero(starts), tokens])
+    if positions.dim() > 2:
+        raise PlanError(
+            f"position_ids must be [T], [B, T], [3, B, T] or [4, B, T], got {list(positions.shape)}"
+        )
+    return _by_counts(positions, tokens, first)
+
+
+def _by_counts(positions: Tensor, tokens: int, first: int) -> Documents:
+    """Documents in which positions count 0, 1, 2, ..., or up from `first`."""
+    row = _one_row("position_ids", positions, tokens)
+    begin = int(row[0]) if len(row) else 0
+    if begin in (0, first):
+        docs = Documents([*np.flatnonzero(row == begin), tokens] if len(row) else [0])
+        if np.array_equal(docs.positions() + begin, row):
+            return docs
+    count = ", ".join(str(first + i) for i in range(3))
+    raise PlanError(
+        f"position_ids must count {count}, ... inside every document; let them restart where a "
+        "document begins, or leave them out and give cu_seqlens"
+    )
+
+
+def _resolve(
+    inputs: Mapping[str, Any], tokens: int, plan: Plan | Planner, accepts: Accepts
+) -> Plan:
+    """The plan of these inputs, held against the documents that the inputs themselves tell."""
+    told = _told(inputs, tokens, accepts.first_position)
+    found = _agreed(told)
+    if not isinstance(plan, Plan):
+        if found is None and inputs.get("position_ids") is not None:
+            raise PlanError(
+                "position_ids do not tell where documents begin, and a planner has to know; give "
+                "cu_seqlens, or a plan"
+            )
+        plan = plan(found or Documents.of([tokens]))
+        if not isinstance(plan, Plan):
+            raise PlanError(f"the planner must return a plan, got {type(plan).__name__}")
+    if tokens != plan.docs.total:
+        raise PlanError(f"rows have {tokens} tokens, the plan is for {plan.docs.total}")
+    if found is not None and _lengths(found) != _lengths(plan.docs):
+        names = " and ".join(told)
+        raise PlanError(f"the inputs hold {found!r} by {names}, the plan is for {plan.docs!r}")
+    longest = int(plan.docs.lengths.max(initial=0))
+    for name in MAX_LENGTHS:
+        if (most := inputs.get(name)) is not None and int(most) < longest:
+            raise PlanError(f"{name} is {int(most)}, the longest document has {longest} tokens")
+    return plan
+
+
+# ---- the inputs themselves
+
+
+def _known(inputs: Mapping[str, Any], accepts: Accepts) -> dict[str, Any]:
+    """The inputs that are not None.
+
+    Raises:
+        PlanError: an input that is not known to be right on a plan.
+    """
+    given = {}
+    for name, value in inputs.items():
+        plain = isinstance(value, bool | int | float | str)
+        if value is None or (
+            plain and name in accepts.defaults and accepts.defaults[name] == value
+        ):
+            continue  # what the model does without it
+        if name in OFF or name == "return_dict":
+            if plain and bool(value) == (name == "return_dict"):
+                continue
+            raise PlanError(f"{name} = {_shown(value)}: {OFF.get(name) or ADVICE[name]}")
+        known = (*PER_TOKEN, "position_ids", *DOCUMENTS, *LABELS, *PASSED)
+        if name not in known:
+            advice = ADVICE.get(name, "it may belong to tokens of other ranks; leave it out")
+            raise PlanError(
+                f"{name} = {_shown(value)}: a plan does not know this input, and it is not passed on "
+                f"unread; {advice}"
+            )
+        given[name] = value
+    return given
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
+    """position_ids [..., B, T] of whole rows."""
+    if (positions := given.get("position_ids")) is not None:
+        positions = _tensor("position_ids", positions)
+        return positions[None] if positions.dim() == 1 else positions
+    padding = accepts.padding_id if "input_ids" in given else None
+    if padding is not None and bool((ids == torch.tensor(padding)).any()):
+        raise PlanError(
+            f"{accepts.name} does not count padding, and the row has token {padding}, its padding; "
+            "take padding off, or give position_ids"
+        )
+    row = torch.from_numpy(plan.docs.positions() + accepts.first_position).to(ids.device)
+    return row.expand(ids.shape[0], -1)
+
+
+def _labels(
+    given: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
+) -> Tensor | None:
+    """[B, T] what the logits of each token are compared with."""
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if labels is None:
+        if shifted is not None:
+            raise PlanError("shift_labels are given without labels; give labels as well")
+        return None
+    if accepts.why_no_labels:
+        raise PlanError(
+            f"{accepts.name} is given labels, and its loss is not known to be right on a plan: "
+            f"{accepts.why_no_labels}; leave labels out and compute the loss of out.logits, "
+            "tasp.token_loss(logits, labels, group, plan=plan)"
+        )
+    if shifted is not None and accepts.labels == "own":
+        raise PlanError(
+            f"{accepts.name} compares a token with its own label; leave shift_labels out"
+        )
+    for name, x in (("labels", labels), ("shift_labels", shifted)):
+        if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape[:2]):
+            raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
+        if x is not None and (why := label_complaint(x)):
+            raise PlanError(why)
+    if accepts.labels == "own":
+        return labels
+    return next_token_labels(labels, docs) if shifted is None else shifted
+
+
+def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Accepts) -> Tensor:
+    """How many labels whole rows have: what a loss over several rows is divided by."""
+    given = _known(inputs, accepts)
+    ids = given.get("input_ids", given.get("inputs_embeds"))
+    if ids is None or given.get("labels") is None:
+        raise PlanError("the batch has no labels to count; use a collator that returns `labels`")
+    docs = documents_of(given, ids.shape[1], first_position=accepts.first_position)
+    if docs is None or isinstance(plan, Plan):
+        docs = plan.docs if isinstance(plan, Plan) else Documents.of([ids.shape[1]])
+    labels = _labels(given, ids, docs, accepts)
+    assert labels is not None
+    return (labels != IGNORE).sum()
+
+
+def prepare(
+    inputs: Mapping[str, Any], plan: Plan | Planner, group: Any, kernel: str, accepts: Accepts
+) -> Sharded:
+    """See `shard_inputs`; the labels apart."""
+    given = _known(inputs, accepts)
+    found = [name for name in ("input_ids", "inputs_embeds") if name in given]
+    if len(found) != 1:
+        names = "both input_ids and inputs_embeds" if found else "no input_ids and no inputs_embeds"
+        raise PlanError(f"inputs have {names}, only {', '.join(inputs)}; give one of them")
+    ids = given[found[0]]
+    if ids.dim() != (2 if found == ["input_ids"] else 3):
+        raise PlanError(f"{found[0]} must be whole rows, [B, T, ...], got {list(ids.shape)}")
+    plan = _resolve(given, ids.shape[1], plan, accepts)
+    size = group_size(plan, group)
+    if plan.ranks != size:
+        raise PlanError(
+            f"the plan is for {plan.ranks} ranks, the group has {size}; make the plan with ranks={size} "
+            "or pass the right group"
+        )
+    rank = dist.get_rank(group) if plan.ranks > 1 else 0
+    whole = {name: given[name] for name in PER_TOKEN if name in given}
+    for name, x in whole.items():
+        if not isinstance(x, Tensor) or x.shape[:2] != ids.shape[:2]:
+            raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
+    if "token_type_ids" in whole and not accepts.segments:
+        raise PlanError(
+            f"{accepts.name} makes masks of token_type_ids, which no plan has; leave them out"
+        )
+    positions = _positions(given, ids, plan, accepts)
+    if positions.shape[-2] not in (1, ids.shape[0]) or positions.shape[-1] != ids.shape[1]:
+        raise PlanError(
+            f"position_ids {list(positions.shape)} do not fit rows {list(ids.shape[:2])}"
+        )
+    labels = _labels(given, ids, plan.docs, accepts)
+    targets = None if labels is None else (labels != IGNORE).sum()
+    count = given.get("num_items_in_batch", targets)
+    smoothing = float(given.get("label_smoothing", 0.0))
+    if not 0 <= smoothing <= 1:
+        raise PlanError(f"label_smoothing must be between 0 and 1, got {smoothing}")
+    stand_in = plan.num_tokens(rank) == 0
+
+    def part(x: Tensor, dim: int = 1) -> Tensor:
+        return x.narrow(dim, 0, 1) if stand_in else shard(x, plan, rank, dim=dim)
+
+    passed = {name: given[name] for name in PASSED if name in given}
+    tokens = shard(torch.arange(plan.docs.total, device=ids.device), plan, rank)
+    run = Run(plan, group, kernel, tokens, stand_in)
+    own = {name: part(x) for name, x in whole.items()} | {"position_ids": part(positions, -1)}
+    mine = None if labels is None else part(labels)
+    if stand_in and mine is not None:
+        mine = torch.full_like(mine, IGNORE)
+    same = whole | {"position_ids": positions, "labels": labels, "plan": plan.fingerprint()[:16]}
+    same |= {"num_items_in_batch": given.get("num_items_in_batch"), "label_smoothing": smoothing}
+    same |= {"arguments": ", ".join(f"{k}={_shown(v)}" for k, v in sorted(passed.items()))}
+    return Sharded(
+        own | passed | {"tasp": run}, run, ids.shape[0], mine, count, targets, smoothing, same
+    )
+
+
+def group_size(plan: Plan, group: Any) -> int:
+    """Ranks of a group; None: of the default group, or this process alone for a plan of one rank."""
+    if group is None and (plan.ranks == 1 or not (dist.is_available() and dist.is_initialized())):
+        return 1
+    return dist.get_world_size(group)
+
+
+def shard_inputs(
+    inputs: Mapping[str, Any], plan: Plan | Planner, group: Any = None, *, kernel: str = "auto",
+    accepts: Accepts | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A model's keyword arguments for whole rows -> those for this rank's tokens, and for attention.
+
+    input_ids, inputs_embeds, token_type_ids, labels and position_ids ([T], [B, T], [3, B, T] or
+    [4, B, T]) are sharded; labels are shifted first, inside documents; positions are made where there
+    are none. What tells documents is read, held against the plan and dropped (`documents_of`).
+
+    A rank without tokens is given one, the row's first, with the label -100: its loss is 0, attention
+    does not see it, and its logits are nobody's. `inputs["tasp"].stand_in` says so.
+
+    Args:
+        plan: the rows' plan, or a function from their documents to it. Every row of the batch follows
+            it.
+        group: plan.ranks ranks; None: the default group, or one process.
+        accepts: what the model is, where it is no next-token model whose positions begin at 0; inside
+            `sequence_parallel` it is asked. The ranks' rows are compared there, not here.
+
+    Returns:
+        keyword arguments; with labels, the model's loss is this rank's part of sum / count, where
+        count is `num_items_in_batch` (of all rows of a step, where several make one) or the rows' own.
+
+    Raises:
+        PlanError: padding, inputs that do not fit the plan, and inputs that are not known to be right.
+    """
+    found = prepare(inputs, plan, group, kernel, accepts or Accepts())
+    if found.labels is None:
+        return found.inputs
+    if found.smoothing:
+        raise PlanError("label_smoothing is computed inside sequence_parallel only")
+    count = found.count
+    count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    labels = {"labels": found.labels, "num_items_in_batch": count}
+    if (accepts or Accepts()).labels == "next":
+        labels["shift_labels"] = found.labels
+    return {**found.inputs, **labels}
+
+
+# ---- the same rows on every rank
+
+
+def signature(whole: Mapping[str, Any]) -> dict[str, str]:
+    """Short texts that are equal on two ranks where what they were given is."""
+    tensors = {k: v for k, v in whole.items() if isinstance(v, Tensor)}
+    devices = {x.device for x in tensors.values()}
+    sums: dict[str, int] = {}
+    for device in devices:  # one host synchronisation a device
+        names = [k for k, x in tensors.items() if x.device == device]
+        found = torch.stack([_digest(tensors[k]) for k in names])
+        sums |= dict(zip(names, found.tolist(), strict=True))
+    return {
+        name: f"{list(tensors[name].shape)} #{sums[name] % 2**64:016x}"
+        if name in tensors
+        else str(value)
+        for name, value in whole.items()
+    }
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 22  # numbers hashed at once
+
+
+def _digest(x: Tensor) -> Tensor:
+    """A sum, in 64 bits that wrap around, of all elements' bits, each times its own odd number.
+
+    One element that differs always changes it; several do but for one in 2 ** 60 or so.
+    """
+    flat = x.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for begin in range(0, len(flat), CHUNK):
+        bits = flat[begin : begin + CHUNK].contiguous().view(BITS[x.dtype.itemsize]).long()
+        index = torch.arange(begin, begin + len(bits), device=x.device)
+        # splitmix64: numbers without a pattern
+        z = (index + 1) * -7046029254386353131
+        z = (z ^ (z >> 30)) * -4658895280553007687
+        z = (z ^ (z >> 27)) * -7723592293110705685
+        total += (bits * ((z ^ (z >> 31)) | 1)).sum()
+    return total
