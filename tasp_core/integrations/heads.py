@@ -62,8 +62,7 @@ def accepts(model: nn.Module) -> Accepts:
     """What the model takes.
 
     Raises:
-        PlanError: a model that would number the tokens of each rank by itself, cannot be told a plan or
-            returns tuples.
+        PlanError: a model that returns tuples.
     """
     core = core_of(model)
     name = type(core).__name__
@@ -73,16 +72,6 @@ def accepts(model: nn.Module) -> Accepts:
     ).__mro__:  # a forward(*args, **kwargs) of a subclass passes on to the next
         if kind is not nn.Module and "forward" in vars(kind):
             parameters = {**inspect.signature(vars(kind)["forward"]).parameters, **parameters}
-    if "position_ids" not in parameters:
-        raise PlanError(
-            f"{name}.forward takes no position_ids: every rank would count its own tokens from 0; use a "
-            "model that takes them"
-        )
-    if inspect.Parameter.VAR_KEYWORD not in {p.kind for p in parameters.values()}:
-        raise PlanError(
-            f"{name}.forward passes no further arguments on (**kwargs), so its attention layers cannot be "
-            "told a plan; a newer transformers may"
-        )
     if getattr(core.config, "return_dict", True) is False:
         raise PlanError(
             f"{name} returns tuples, and outputs are known by name; set config.return_dict=True"

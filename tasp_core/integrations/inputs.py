@@ -346,7 +346,12 @@ def _shown(value: Any) -> str:
 def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
     """position_ids [..., B, T] of whole rows."""
     if (positions := given.get("position_ids")) is not None:
-        positions = _tensor("position_ids", positions)
+        positions, first = _tensor("position_ids", positions), accepts.first_position
+        if first and positions.numel() and int(positions.min()) < first:
+            raise PlanError(
+                f"{accepts.name} counts positions from {first} on, position_ids begin at "
+                f"{int(positions.min())}; leave them out and tell documents by cu_seq_lens_q"
+            )
         return positions[None] if positions.dim() == 1 else positions
     padding = accepts.padding_id if "input_ids" in given else None
     if padding is not None and bool((ids == torch.tensor(padding)).any()):
