@@ -294,10 +294,12 @@ def test_one_rank_with_a_wrong_input_is_an_error_on_all():
         ({"input_ids": ids[:, 1:]}, "rows have 47 tokens"),
         ({"position_ids": "no"}, "position_ids must be a tensor"),
         ({"cu_seqlens": object()}, "Error"),
+        ({"labels": ids + 1}, "labels hold 97, outside the 97 classes of LlamaForCausalLM"),
+        ({"labels": -ids}, "outside the 97 classes"),
         ({"input_ids": "text"}, "AttributeError"),
     ]
     for inputs, message in bad:
-        good = {"input_ids": ids}
+        good = {"input_ids": ids, "labels": ids}
         answers = tasp.launch(one_bad, 2, p, good, good | inputs, timeout_s=15)
         assert "rank 1" in answers[0][1]
         for answer in answers:

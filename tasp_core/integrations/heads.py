@@ -94,6 +94,7 @@ def accepts(model: nn.Module) -> Accepts:
         segments=bool(getattr(core.config, "type_vocab_size", 0)),
         defaults={k: p.default for k, p in parameters.items() if p.default is not p.empty},
         longest=_longest(core.config),
+        classes=_classes(core),
     )  # fmt: skip
 
 
@@ -120,6 +121,15 @@ def _loss_kind(core: Any) -> tuple[str, str]:
             f"its loss_function is {getattr(own, '__name__', own)!r}, not transformers' own",
         )
     return kind, ""
+
+
+def _classes(core: Any) -> int | None:
+    """How many classes the labels of each token have."""
+    config = core.config
+    if re.search("ForTokenClassification", " ".join(c.__name__ for c in type(core).__mro__)):
+        return getattr(config, "num_labels", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "vocab_size", None)
 
 
 def _first_position(core: Any) -> tuple[int, int | None]:

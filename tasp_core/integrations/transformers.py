@@ -7,7 +7,8 @@
 
 For any model whose attention goes through the interface (Llama, Qwen, Mistral, ...). A layer's sliding
 window is the model's business: give the plan of the row without one. `labels` are as transformers has
-them, unshifted. Not covered: padding (pack rows instead), dropout, sinks, soft caps, decoding.
+them, unshifted. Read `inputs` for what goes in and `heads` for losses and what comes out. Not covered:
+padding (pack rows instead), dropout, sinks, soft caps, decoding.
 """
 
 from __future__ import annotations
