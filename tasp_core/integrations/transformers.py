@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -195,8 +195,9 @@ def _door(
             _agree(group, signature(call.whole) if call else {"error": _text(cause)})
         if cause or not call:
             raise cause or PlanError("the model's inputs made no plan")
-        state.call = call
-        return (), call.inputs | head.begin(call)
+        given = call.inputs
+        state.call = call = replace(call, inputs={}, whole={})  # whole rows are not kept
+        return (), given | head.begin(call)
 
     def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
         return head.finish(out)
