@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ class Accepts:
         padding_id: the token that such a model does not count, or None.
         segments: whether token_type_ids are embedded; other models make masks of them.
         defaults: the values of arguments that are not given.
+        classes: that labels tell apart, or None where that is not known.
     """
 
     name: str = "the model"
@@ -102,6 +104,7 @@ class Accepts:
     padding_id: int | None = None
     segments: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    classes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -387,6 +390,14 @@ def _labels(
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
         if x is not None and (why := label_complaint(x)):
             raise PlanError(why)
+        if x is None or accepts.classes is None:
+            continue
+        outside = x[(x != IGNORE) & ((x < 0) | (x >= accepts.classes))]
+        if len(outside):
+            raise PlanError(
+                f"{name} hold {int(outside[0])}, outside the {accepts.classes} classes of {accepts.name}; "
+                f"mark tokens without a label by {IGNORE}"
+            )
     if accepts.labels == "own":
         return labels
     return next_token_labels(labels, docs) if shifted is None else shifted
@@ -536,19 +547,28 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22  # numbers hashed at once
 
 
+@lru_cache(maxsize=16)
+def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers without a pattern (splitmix64)."""
+    z = (torch.arange(count, device=device) + salt) * -7046029254386353131
+    z = (z ^ (z >> 30)) * -4658895280553007687
+    z = (z ^ (z >> 27)) * -7723592293110705685
+    return (z ^ (z >> 31)) | 1
+
+
 def _digest(x: Tensor) -> Tensor:
-    """A sum, in 64 bits that wrap around, of all elements' bits, each times its own odd number.
+    """A sum, in 64 bits that wrap around, of all elements' bits, each times odd numbers of its place.
 
     One element that differs always changes it; several do but for one in 2 ** 60 or so.
     """
-    flat = x.detach().reshape(-1)
+    x = x.detach()
+    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    width = max(rows.shape[1], 1)
+    of_column, of_row = (
+        _odd_numbers(n, salt, x.device) for salt, n in ((1, width), (2**40, len(rows)))
+    )
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for begin in range(0, len(flat), CHUNK):
-        bits = flat[begin : begin + CHUNK].contiguous().view(BITS[x.dtype.itemsize]).long()
-        index = torch.arange(begin, begin + len(bits), device=x.device)
-        # splitmix64: numbers without a pattern
-        z = (index + 1) * -7046029254386353131
-        z = (z ^ (z >> 30)) * -4658895280553007687
-        z = (z ^ (z >> 27)) * -7723592293110705685
-        total += (bits * ((z ^ (z >> 31)) | 1)).sum()
+    for i in range(0, len(rows), step := max(CHUNK // width, 1)):
+        bits = rows[i : i + step].contiguous().view(BITS[x.dtype.itemsize]).long()
+        total += ((bits * of_column).sum(-1) * of_row[i : i + step]).sum()
     return total

@@ -7,7 +7,8 @@
 
 Each model is proved at its first use, see models.py; docs/models.md lists families. A layer's sliding
 window is the model's business: give the plan of the row without one. `labels` are as transformers has
-them, unshifted. Not covered: padding (pack rows instead), dropout, sinks, soft caps, decoding.
+them, unshifted. Read `inputs` for what goes in and `heads` for losses and what comes out. Not covered:
+padding (pack rows instead), dropout, sinks, soft caps, decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -224,11 +225,12 @@ def _door(
             _agree(group, signature(call.whole) if call else {"error": _text(cause)})
         if cause or not call:
             raise cause or PlanError("the model's inputs made no plan")
+        given = call.inputs
         # all ranks have come here: a model whose parameters they share gathers them in its proof
-        state.proof = prove(model, stock, call.inputs["position_ids"].device)
+        state.proof = prove(model, stock, given["position_ids"].device)
         check_lengths(model.config.get_text_config(), call.run.plan.docs)
-        state.call = call
-        return (), call.inputs | head.begin(call)
+        state.call = call = replace(call, inputs={}, whole={})  # whole rows are not kept
+        return (), given | head.begin(call)
 
     def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
         assert state.proof is not None
