@@ -781,6 +781,7 @@ def stock(name: str) -> Stock | str:
 
 def on_ranks(rank: int, group: Any, ranks: int, wanted: dict[str, Stock | str]) -> dict[str, Any]:
     """What each family gives on these ranks: errors of output and gradients, or what was raised."""
+    torch.set_num_threads(1)
     return {name: one_family(rank, group, ranks, name, wanted[name]) for name in wanted}
 
 
@@ -839,7 +840,10 @@ class Row:
 def find(names: list[str]) -> dict[str, dict[int, Row]]:
     """What each family gives on each number of ranks."""
     hf.logging.set_verbosity_error()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small more only wait for each other
     wanted = {name: stock(name) for name in names}
+    torch.set_num_threads(threads)
     gc.collect()
     found: dict[str, dict[int, Row]] = {name: {} for name in names}
     for ranks in RANKS:
