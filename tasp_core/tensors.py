@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import LayoutError
 from .plan import Plan
-from .transport import Exchange
+from .transport import Exchange, carriage_error
 
 
 def _complaint(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
@@ -34,13 +34,22 @@ def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
         raise LayoutError(text)
 
 
-def _check_on_all(local: Tensor, dim: int, plan: Plan, group: Any, what: str) -> None:
-    """Whether every rank brings the tokens the plan gives it; the same error on all if not."""
+def _check_on_all(
+    local: Tensor, dim: int, plan: Plan, group: Any, what: str, shift: int | None = None
+) -> None:
+    """Whether every rank brings the tokens the plan gives it, in rows alike; if not, the same error on all."""
     if plan.ranks == 1:
         return _check_tokens(local, dim, plan.num_tokens(0), what)
-    exchange = Exchange(group)
+    exchange = Exchange(group, device=local.device)
     text = _complaint(local, dim, plan.num_tokens(exchange.rank), what)
-    note = {"error": text, "plan": plan.fingerprint()[:16], "pass": what}
+    rows = [*local.shape[: dim % local.dim()], "t", *local.shape[dim % local.dim() + 1 :]]
+    note = {
+        "error": text or carriage_error(exchange.group, local.device),
+        "plan": plan.fingerprint()[:16],
+        "pass": what,
+        "shape": f"{rows} of {local.dtype}",
+        "shift": str(shift),
+    }
     exchange.handshake(note, LayoutError)
     exchange.settle()
 
@@ -189,5 +198,5 @@ def roll(local: Tensor, plan: Plan, group: Any = None, shift: int = 1, dim: int 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
     """
-    _check_on_all(local, dim, plan, group, "roll")
+    _check_on_all(local, dim, plan, group, "roll", shift)
     return _Roll.apply(local.movedim(dim, 0).contiguous(), plan, group, shift).movedim(0, dim)

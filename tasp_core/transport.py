@@ -40,6 +40,9 @@ _BACKENDS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 _CONTROL: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # gloo groups of the same ranks
 _AGREED: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()  # NCCL groups' digests
 _SPENT: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # tag prefixes of failed handshakes
+_JOINED: WeakKeyDictionary[Any, bool] = (
+    WeakKeyDictionary()
+)  # NCCL groups that have their communicator
 _FAILURES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges that failed, by group
 
 
@@ -82,7 +85,7 @@ def carriage_error(group: Any, device: torch.device) -> str:
         f"carries {device.type} tensors by {backend}" if backend else "has no backend for them"
     )
     return (
-        f"q, k, v are on {device}, and the process group {carrier}; make the group with backend "
+        f"tensors are on {device}, and the process group {carrier}; make the group with backend "
         f"{wanted} or 'cpu:gloo,cuda:nccl'"
     )
 
@@ -152,7 +155,8 @@ class Exchange:
             raise PlanError("this process is not in the group it passed to attention")
         self.members = list(range(self.world) if members is None else members)
         self.rank, self.ranks = self.members.index(self.own), len(self.members)
-        self.nccl = over_nccl(self.group, "cpu" if device is None else device.type)
+        self.device = device or torch.device("cpu")
+        self.nccl = over_nccl(self.group, self.device.type)
         self._salt, self._open = 0, _settled
         self.doing = "its first exchange"  # in words, for a peer that waits for this rank
 
@@ -247,6 +251,7 @@ class Exchange:
                     spent.clear()
                 spent.update([self._prefix(row.numpy().tobytes()) for row in received])
                 self._explain(text, error)
+            self._join()
             agreed = _AGREED.setdefault(self.group, {})
             agreed[what] = None
             if len(agreed) > 4096:
@@ -256,6 +261,16 @@ class Exchange:
         if note.get("error") or (self.nccl and what not in _AGREED.get(self.group, {})):
             self.settle()
         return calls
+
+    def _join(self) -> None:
+        """Make NCCL's communicator before the first message of a group.
+
+        It is made at the first call, in which every rank must take part; a rank without messages in a
+        step does not.
+        """
+        if self.nccl and not _JOINED.get(self.group):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            _JOINED[self.group] = True
 
     def _prefix(self, digest: bytes) -> int:
         """The tag prefix of a note: 15 bits of its digest that no failed handshake has used."""

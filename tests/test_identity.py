@@ -195,6 +195,55 @@ def test_a_new_plan_is_compared_before_the_first_message_and_a_known_one_beside_
         assert seen[1 + steps : 3 + steps] == ["post", "agreed"]
 
 
+def joins(rank, group, p):
+    """Collectives on the group itself, before its first message and later."""
+    seen, post, reduce = [], transport.Exchange.post, dist.all_reduce
+
+    def posting(self, *args):
+        seen.append("post")
+        return post(self, *args)
+
+    def reducing(tensor, group):
+        seen.append(f"all_reduce of {tensor.numel()}")
+        reduce(tensor, group=group)
+
+    transport.Exchange.post, dist.all_reduce = posting, reducing
+    for one in (p, p, tasp.plan([5], 4, schedule="ring")):
+        q, k, v = (torch.randn(one.num_tokens(rank), 2, 8) for _ in range(3))
+        tasp.attention(q, k, v, one, group)
+    return seen
+
+
+def test_all_ranks_make_nccls_communicator_before_the_first_message(monkeypatch):
+    """NCCL makes it at a group's first call; a rank that has no message then would be missed."""
+    as_on_nccl(monkeypatch)
+    for seen in tasp.launch(joins, 4, PLANS["p2p"], timeout_s=30):
+        assert seen[0] == "all_reduce of 1"
+        assert set(seen[1:]) == {"post"}
+
+
+# ---- what else all ranks call
+
+
+def unlike(rank, group, p, kind):
+    x = torch.randn(p.num_tokens(rank), 2, 3)
+    odd = rank == 2
+    calls = {
+        "shift": lambda: tasp.roll(x, p, group, shift=1 + odd),
+        "shape": lambda: tasp.gather(x[..., : 3 - odd], p, group),
+        "dim": lambda: tasp.gather(x.movedim(0, 1) if odd else x, p, group, dim=int(odd)),
+        "dtype": lambda: tasp.roll(x.double() if odd else x, p, group),
+        "name": lambda: (tasp.roll if odd else tasp.gather)(x, p, group),
+    }
+    return said(tasp.LayoutError, calls[kind])
+
+
+@pytest.mark.parametrize("kind", ["shift", "shape", "dim", "dtype", "name"])
+def test_gather_and_roll_of_other_rows_or_shifts_are_refused(kind):
+    for text in tasp.launch(unlike, 4, PLANS["p2p"], kind, timeout_s=30):
+        assert "rank 2 has" in text
+
+
 # ---- the backend of a device's tensors
 
 
@@ -219,7 +268,7 @@ def test_the_backend_is_that_of_the_device(config, cpu, cuda, monkeypatch):
     refused = transport.carriage_error(group, torch.device("cuda", 0))
     assert bool(refused) == (cuda != "nccl")
     if refused:
-        assert "q, k, v are on cuda:0" in refused
+        assert "tensors are on cuda:0" in refused
         assert "'nccl' or 'cpu:gloo,cuda:nccl'" in refused
     assert bool(transport.carriage_error(group, torch.device("cpu"))) == (cpu != "gloo")
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import TopologyError
 from ..topology import Machine
+from ..transport import backend_of
 from .pass_rates import kernels, processor
 from .ranks import on_ranks
 from .timing import Bench, Pairs
@@ -107,7 +108,7 @@ def calibrate(
             f"nodes of {node_size}"
         )
     fields = network(bench, node_size) | messages(bench) | kernels(bench, **sizes)
-    backend = dist.get_backend(bench.group)
+    backend = backend_of(bench.group, bench.device.type)
     machine = Machine(
         name, node_size, bench.ranks // node_size, source=f"measured over {backend}",
         all_gather="ring" if backend == "gloo" else "direct", **fields,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .. import flash
 from ..launch import launch
+from ..transport import over_nccl
 from .results import environment
 
 OPTIONAL = ("transformers", "accelerate", "safetensors", "flash-attn")
@@ -51,7 +52,7 @@ def _round_trip(rank: int, a: int, b: int, x: torch.Tensor, group: Any) -> float
 def ping(rank: int, group: Any) -> list[list[tuple[float, float] | None]]:
     """Per pair of ranks: microseconds one way of a small message, GB/s of a large one; on every rank."""
     ranks = dist.get_world_size(group)
-    gpu = dist.get_backend(group) == "nccl"
+    gpu = over_nccl(group, "cuda")
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     mine: dict[tuple[int, int], tuple[float, float]] = {}
     for a in range(ranks):
