@@ -37,7 +37,7 @@ def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
 def _check_on_all(
     local: Tensor, dim: int, plan: Plan, group: Any, what: str, shift: int | None = None
 ) -> None:
-    """Whether every rank brings the tokens the plan gives it, in rows alike; if not, the same error on all."""
+    """Refuse, on every rank, tokens that are not the plan's, and rows that are not alike on all ranks."""
     if plan.ranks == 1:
         return _check_tokens(local, dim, plan.num_tokens(0), what)
     exchange = Exchange(group, device=local.device)
