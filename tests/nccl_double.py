@@ -317,8 +317,8 @@ class Dist:
     def get_world_size(self, group: Group) -> int:
         return group.double.ranks
 
-    def get_backend(self, group: Group) -> str:
-        return "nccl"
+    def get_global_rank(self, group: Group, rank: int) -> int:
+        return rank
 
     def batch_isend_irecv(self, ops: Sequence[P2POp]) -> list[Work]:
         group = ops[0].group

@@ -23,7 +23,7 @@ from tasp_core.heads import split_heads
 from tasp_core.kernels import Kernel, Math, VarlenKernel, oracle
 from tasp_core.lab.measure import Inputs
 from tasp_core.transport import Exchange
-from tasp_core.ulysses import Group, around
+from tasp_core.ulysses import Group, Ulysses
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -199,20 +199,22 @@ def one_rank(
 ) -> list[torch.Tensor]:  # fmt: skip
     """out, lse, dq, dk, dv of a rank, as `attention` runs them."""
     q, k, v, dout = shards
-    between = ends(group, range(rank % p.intra, p.ranks, p.intra)) if p.inner.ranks > 1 else None
+    exchange = ends(group, range(rank % p.intra, p.ranks, p.intra))
     scale = q.shape[-1] ** -0.5
-    context = Context(p.inner, rank // p.intra, between, kernel, scale, **options)
     if p.intra == 1:
+        context = Context(p, rank, exchange, kernel, scale, **options)
         kept = context.pack(k, v)
         out, lse = run_forward(context, q, k, v, kept)
         kv = kept if context.keep_kv else None
         return [out, lse, *run_backward(context, dout, q, k, v, out.to(q.dtype), lse, kv)]
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    heads = tuple(split_heads(q.shape[1], k.shape[1], p.intra))
     index, member = divmod(rank, p.intra)
     counts = tuple(int(n) for n in p.member_tokens(index)[1:] - p.member_tokens(index)[:-1])
-    around_group = Group(group, index * p.intra, member, counts, heads)
-    out, lse = around(lambda *x: Attention.apply(context, *x), around_group, *leaves)
+    sizes = q.shape[1], k.shape[1]
+    heads = Group(group, index * p.intra, member, counts, tuple(split_heads(*sizes, p.intra)))
+    options["ulysses"] = Ulysses(heads, *sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    context = Context(p.inner, index, exchange, kernel, scale, **options)
+    out, lse = Attention.apply(context, *leaves)
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
 
 
