@@ -93,8 +93,18 @@ def _share_cores() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, args: tuple[Any, ...],
-           timeout_s: float, message_s: float, enter: Callable[[int], None] | None) -> None:  # fmt: skip
+def _child(
+    pipe: Any,
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    path: str,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    message_s: float,
+    enter: Callable[[int], None] | None,
+    leave: Any,
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -116,8 +126,8 @@ def _child(pipe: Any, fn: Callable[..., Any], rank: int, ranks: int, path: str, 
         )  # fmt: skip
         result = fn(rank, dist.group.WORLD, *args)
         pipe.send_bytes(pickle.dumps((True, result)))
-        # nobody leaves while a peer still reads from it, however long that peer computes
-        dist.monitored_barrier(timeout=timedelta(seconds=timeout_s))
+        # nobody leaves while a peer still reads from it; a barrier's messages could be taken for a user's
+        leave.wait(timeout_s)
     except BaseException as error:
         failure = _Failure(traceback.format_exc(), error, _waited_for(error))
         try:
@@ -169,13 +179,14 @@ def launch(
     if torch.cuda.is_initialized():
         raise PlanError("launch forks, which breaks an initialised CUDA; use torchrun")
     context = get_context("fork")
+    leave = context.Event()  # set once all ranks have reported
     with tempfile.TemporaryDirectory(prefix="tasp-") as folder:
         path, pipes, processes = os.path.join(folder, "store"), [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_child, daemon=True,
-                args=(theirs, fn, rank, ranks, path, args, timeout_s, message_s, enter),
+                args=(theirs, fn, rank, ranks, path, args, timeout_s, message_s, enter, leave),
             )  # fmt: skip
             process.start()
             theirs.close()
@@ -184,6 +195,7 @@ def launch(
         try:
             return _Reports(pipes, processes, path, timeout_s, message_s).collect()
         finally:
+            leave.set()
             _end(processes)
 
 

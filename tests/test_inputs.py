@@ -519,9 +519,9 @@ ODD = [
     ("more in the loss", {"labels": LABEL}, "adds something to the sum over tokens"),
     ("inside", {"labels": LABEL}, "of the same logits it makes"),
     ("pooled", {}, r"output 'logits' has shape \[1, 97\] .*: it is not per token"),
-    ("pooler", {}, "returns pooler_output.*add_pooling_layer=False"),
+    ("pooler", {}, "output 'pooler_output' has shape .*add_pooling_layer=False"),
     ("tuples", {}, "return_dict"),
-    ("long rope", {}, "rotary embeddings change with the length .* beyond 20; a document has 22"),
+    ("long rope", {}, "'dynamic' rotary positions: beyond 20 tokens .* the longest here has 22"),
 ]  # fmt: skip
 
 if OLDER:

@@ -155,3 +155,19 @@ def test_a_slow_rank_fails_nothing():
 def test_time_outs_that_cannot_be(options):
     with pytest.raises(tasp.PlanError, match=r"timeout_s must be .*got"):
         tasp.launch(lambda rank, group: rank, 1, **options)
+
+
+def from_anywhere(rank, group):
+    """The last rank sends late; the others have finished by then."""
+    got = torch.zeros(1)
+    if rank == 0:
+        dist.recv(got)
+    elif rank == 3:
+        time.sleep(0.5)
+        dist.send(torch.tensor([7.0]), 0)
+    return got.item()
+
+
+def test_a_rank_that_has_finished_sends_nothing_more():
+    """A receive from any rank would take it."""
+    assert tasp.launch(from_anywhere, 4, timeout_s=20) == [7.0, 0.0, 0.0, 0.0]

@@ -22,7 +22,7 @@ import tasp_core as tasp
 from tasp_core import Documents, Plan, PlanError, check, lower, plan
 from tasp_core import parcels as posting
 from tasp_core.program import Program
-from tasp_core.schedules import DKV, KV, Hops, Schedule, Table
+from tasp_core.schedules import DKV, KINDS, KV, Hops, Schedule, Table
 
 RANKS = (2, 3, 4, 6, 8, 16)
 ROWS = {
@@ -82,7 +82,8 @@ def posted(messages: Any, rows: dict[str, torch.Tensor], *, receive: bool) -> di
     found: dict[int, list[Any]] = defaultdict(list)
     for parcel in posting.parcels(messages, rows, receive=receive)[0]:
         m, shape = parcel.message, tuple(parcel.rows.shape)
-        found[m.peer].append((str(parcel), m.count, shape, parcel.rows.dtype, parcel.tag))
+        name = f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
+        found[m.peer].append((name, m.count, shape, parcel.rows.dtype, parcel.tag))
     return found
 
 
