@@ -26,8 +26,8 @@ demo: $(VENV)/.ok ## plan, prove, run and draw a small example: results/demo.jso
 	$(PY) -m tasp_core demo --out results/demo.json
 	$(PY) -m visualize results/demo.json -o results/demo.svg
 
-test: $(VENV)/.ok ## the test suite (minutes)
-	$(PY) -m pytest
+test: $(VENV)/.ok ## the test suite (minutes, two tests at a time: most of them wait for ranks or use one core)
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
 	$(PY) -m pytest -m full --timeout 3000
