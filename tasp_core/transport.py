@@ -31,7 +31,7 @@ from .schedules import DKV, KINDS, KV
 
 Wait = Callable[[], None]
 Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
-NOTE_BYTES = 4096
+NOTE_BYTES = 1 << 15  # of a note that is told to the other ranks
 STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
 PREFIXES = 1 << 15
 REPORT_S = 2.0  # after a failure, how long ranks wait for each other's word on where they are
@@ -307,8 +307,10 @@ class Exchange:
                 odd = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
                 lines.append(f"{key}: {odd}; the others have {usual}")
         raise error(
-            "ranks are about to run different plans, nothing was exchanged; "
-            "give every rank the same documents, options and shapes. " + "; ".join(lines)
+            "ranks are about to do different things, no result is returned; give every rank the same "
+            "documents, options and shapes, and let all call in the same order. "
+            + "; ".join(lines)
+            + "."
         )
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:

@@ -228,7 +228,7 @@ def test_every_rank_raises_the_same_error(answers, name):
         assert kind is tasp.PlanError, text
         assert seconds < 10
     assert re.search((CASES | DIFFERENCES)[name][1], text), text
-    advice = "nothing was exchanged; give every rank the same documents, options and shapes"
+    advice = "no result is returned; give every rank the same documents, options and shapes"
     assert text.startswith("rank 1: ") if name in CASES else advice in text
 
 
