@@ -399,6 +399,16 @@ def test_one_rank_with_two_rows_swapped_is_named_on_all():
         assert "row 3 is token" in text
 
 
+def test_the_order_is_proved_in_inference_mode_too():
+    p, x = tasp.plan(DOCS, 1), INPUTS.tensors()[:3]
+    with torch.inference_mode():
+        tokens = torch.arange(DOCS.total)
+        assert torch.equal(tasp.attention(*x, p, tokens=tokens), tasp.attention(*x, p))
+        tokens[[3, 5]] = tokens[[5, 3]]
+        with pytest.raises(tasp.PlanError, match="2 of 384 rows"):
+            tasp.attention(*x, p, tokens=tokens)
+
+
 @pytest.mark.parametrize(
     "tokens", [[1, 2, 3], torch.arange(4), torch.arange(384.0), torch.arange(384)[None]]
 )

@@ -134,16 +134,17 @@ def test_wrong_documents_or_labels_would_be_seen():
             close(found, wanted[1])
 
 
-def prefill(rank, group, p, ids):
+def prefill(rank, group, p, ids, mode):
     net = model("Qwen3").eval()
-    with torch.no_grad(), sequence_parallel(net, p, group):
+    with mode(), sequence_parallel(net, p, group):
         out = net(ids, use_cache=True)  # no labels, no generate; input_ids may come first
     cache = getattr(out, "cache", None) or out.past_key_values
     keys = tasp.gather(cache.layers[1].keys, p, group, dim=2)
     return tasp.gather(out.logits, p, group, dim=1), keys, out.loss
 
 
-def test_prefill_without_generate():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_prefill_without_generate(mode):
     ids, net = token_ids(), model("Qwen3").eval()
     net.set_attn_implementation("eager")
     with torch.no_grad():
@@ -152,7 +153,7 @@ def test_prefill_without_generate():
     wanted = (
         torch.cat([o.logits for o in outs], 1), torch.cat([c.layers[1].keys for c in caches], 2), None
     )  # fmt: skip
-    for answer in tasp.launch(prefill, 2, tasp.plan(DOCS, 2), ids):
+    for answer in tasp.launch(prefill, 2, tasp.plan(DOCS, 2), ids, mode):
         close(answer, wanted)
 
 

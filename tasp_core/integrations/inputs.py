@@ -462,7 +462,8 @@ def prepare(
         return x.narrow(dim, 0, 1) if stand_in else shard(x, plan, rank, dim=dim)
 
     passed = {name: given[name] for name in PASSED if name in given}
-    tokens = shard(torch.arange(plan.docs.total, device=ids.device), plan, rank)
+    with torch.inference_mode(False):  # attention compares them once, where changes would show
+        tokens = shard(torch.arange(plan.docs.total, device=ids.device), plan, rank)
     run = Run(plan, group, kernel, tokens, stand_in)
     own = {name: part(x) for name, x in whole.items()} | {"position_ids": part(positions, -1)}
     mine = None if labels is None else part(labels)
