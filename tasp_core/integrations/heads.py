@@ -249,7 +249,7 @@ class Head:
         assert self.call is not None
         if self.call.run.plan.ranks > 1:
             exchange = Exchange(self.group)
-            exchange.handshake({"error": error}, PlanError)
+            exchange.handshake({"pass": "what the model returns", "error": error}, PlanError)
             exchange.settle()
         if error:
             raise PlanError(error)

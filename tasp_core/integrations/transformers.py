@@ -259,7 +259,7 @@ def _ranks(plan: Plan | Planner, group: Any) -> int:
 def _agree(group: Any, note: dict[str, str]) -> None:
     """The same error on all ranks, when one has an error or rows of its own."""
     exchange = Exchange(group)
-    exchange.handshake(note, PlanError)
+    exchange.handshake({"pass": "the model's inputs", **note}, PlanError)
     try:
         exchange.settle()
     except PlanError as error:
