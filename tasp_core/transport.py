@@ -301,7 +301,9 @@ class Exchange:
         lines = []
         for key in {key: None for n in notes for key in n}:
             values = [n.get(key) for n in notes]
-            if len(set(values)) > 1:
+            if (
+                len(set(values)) > 1 and None not in values
+            ):  # not what other passes have no word for
                 usual = max(values, key=values.count)
                 others = [r for r, v in enumerate(values) if v != usual]
                 odd = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
