@@ -112,7 +112,8 @@ def _attention(
         error = error or carriage_error(exchange.group, q.device)
         if not error:
             note = _note(q, k, v, plan, scale, grad_comm_dtype)
-            note |= {"keep_kv": str(bool(keep_kv)), "gradients": str(_differentiates(q, k, v))}
+            note |= {"keep_kv": str(bool(keep_kv)), "device": q.device.type}
+            note["q, k or v require gradients"] = str(_differentiates(q, k, v))
         call = exchange.handshake(
             {"error": error} if error else note | {"pass": "the forward pass"}
         )

@@ -108,6 +108,8 @@ def _child(
     import torch
     import torch.distributed as dist
 
+    reported, held = leave
+    held.close()  # the parent's end alone keeps this process here
     # what the parent has dropped must not be collected here: a process group would wait for its threads,
     # which a fork does not copy
     gc.freeze()
@@ -127,7 +129,7 @@ def _child(
         result = fn(rank, dist.group.WORLD, *args)
         pipe.send_bytes(pickle.dumps((True, result)))
         # nobody leaves while a peer still reads from it; a barrier's messages could be taken for a user's
-        leave.wait(timeout_s)
+        reported.poll(timeout_s)
     except BaseException as error:
         failure = _Failure(traceback.format_exc(), error, _waited_for(error))
         try:
@@ -179,7 +181,7 @@ def launch(
     if torch.cuda.is_initialized():
         raise PlanError("launch forks, which breaks an initialised CUDA; use torchrun")
     context = get_context("fork")
-    leave = context.Event()  # set once all ranks have reported
+    leave = context.Pipe(duplex=False)  # closed once all ranks have reported, or with this process
     with tempfile.TemporaryDirectory(prefix="tasp-") as folder:
         path, pipes, processes = os.path.join(folder, "store"), [], []
         for rank in range(ranks):
@@ -195,7 +197,8 @@ def launch(
         try:
             return _Reports(pipes, processes, path, timeout_s, message_s).collect()
         finally:
-            leave.set()
+            for end in leave:
+                end.close()
             _end(processes)
 
 

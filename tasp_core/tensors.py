@@ -34,24 +34,48 @@ def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
         raise LayoutError(text)
 
 
-def _check_on_all(
-    local: Tensor, dim: int, plan: Plan, group: Any, what: str, shift: int | None = None
-) -> None:
-    """Refuse, on every rank, tokens that are not the plan's, and rows that are not alike on all ranks."""
-    if plan.ranks == 1:
-        return _check_tokens(local, dim, plan.num_tokens(0), what)
-    exchange = Exchange(group, device=local.device)
-    text = _complaint(local, dim, plan.num_tokens(exchange.rank), what)
-    rows = [*local.shape[: dim % local.dim()], "t", *local.shape[dim % local.dim() + 1 :]]
-    note = {
-        "error": text or carriage_error(exchange.group, local.device),
-        "plan": plan.fingerprint()[:16],
-        "pass": what,
-        "shape": f"{rows} of {local.dtype}",
-        "shift": str(shift),
-    }
-    exchange.handshake(note, LayoutError)
-    exchange.settle()
+class _Call:
+    """One call of `gather` or `roll`, of which all ranks agree before each of its passes."""
+
+    def __init__(
+        self, local: Any, dim: Any, plan: Plan, group: Any, what: str, shift: int | None = None
+    ) -> None:
+        """Refuse, on every rank, tokens that are not the plan's and rows that are not alike."""
+        self.exchange: Exchange | None = None
+        device = local.device if isinstance(local, Tensor) else torch.device("cpu")
+        if plan.ranks > 1:
+            self.exchange = Exchange(group, device=device)
+        rank = self.exchange.rank if self.exchange else 0
+        text = _local_complaint(local, dim, plan, rank, what)
+        if self.exchange is None:
+            if text:
+                raise LayoutError(text)
+            return
+        text = text or carriage_error(self.exchange.group, device)
+        self.note = {"error": text, "plan": plan.fingerprint()[:16], "shift": str(shift)}
+        if not text:
+            rows = [str(n) for n in local.shape]
+            rows[dim] = "t"
+            self.note["shape"] = f"[{', '.join(rows)}] of {local.dtype} on {device.type}"
+            self.note["gradients"] = str(torch.is_grad_enabled() and local.requires_grad)
+        call = self.exchange.handshake({**self.note, "pass": what}, LayoutError)
+        self.exchange.settle()
+        self.note["pass"] = f"the backward pass of {what}, call {call}"
+
+    def begin_backward(self) -> None:
+        """Ranks that go back through their calls in another order are all told."""
+        if self.exchange:
+            self.exchange.handshake(self.note, LayoutError, begins=False)
+            self.exchange.settle()
+
+
+def _local_complaint(local: Any, dim: Any, plan: Plan, rank: int, what: str) -> str:
+    """What is wrong with a rank's own tensor, or ""."""
+    if not isinstance(local, Tensor):
+        return f"{what} takes a tensor, got {type(local).__name__}"
+    if not isinstance(dim, int) or not -local.dim() <= dim < local.dim():
+        return f"{what}: a tensor of shape {list(local.shape)} has no dim {dim!r}"
+    return _complaint(local, dim, plan.num_tokens(rank), what)
 
 
 def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
@@ -108,8 +132,8 @@ def unshard(pieces: Sequence[Tensor], plan: Plan, dim: int = 0) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, plan: Plan, group: Any, dim: int) -> Tensor:
-        ctx.args = plan, group, dim
+    def forward(ctx: Any, local: Tensor, plan: Plan, group: Any, dim: int, call: _Call) -> Tensor:
+        ctx.args = plan, group, dim, call
         rows = local.movedim(dim, 0).contiguous()
         most = max(plan.num_tokens(r) for r in range(plan.ranks))
         padded = rows.new_zeros((most, *rows.shape[1:]))
@@ -120,11 +144,12 @@ class _Gather(torch.autograd.Function):
         return unshard(pieces, plan).movedim(0, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        plan, group, dim = ctx.args
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        plan, group, dim, call = ctx.args
+        call.begin_backward()
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=group)
-        return shard(total, plan, dist.get_rank(group), dim), None, None, None
+        return shard(total, plan, dist.get_rank(group), dim), None, None, None, None
 
 
 def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor:
@@ -133,10 +158,10 @@ def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
     """
-    _check_on_all(local, dim, plan, group, "gather")
+    call = _Call(local, dim, plan, group, "gather")
     if plan.ranks == 1:
         return local
-    return _Gather.apply(local, plan, group, dim)
+    return _Gather.apply(local, plan, group, dim, call)
 
 
 def _routes(plan: Plan, rank: int, shift: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -162,14 +187,16 @@ def _routes(plan: Plan, rank: int, shift: int) -> tuple[list[np.ndarray], list[n
 
 class _Roll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Plan, group: Any, shift: int) -> Tensor:
-        ctx.args = plan, group, shift
+    def forward(ctx: Any, rows: Tensor, plan: Plan, group: Any, shift: int, call: _Call) -> Tensor:
+        ctx.args = plan, group, shift, call
         return _roll_rows(rows, plan, group, shift)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        plan, group, shift = ctx.args  # the shift back is the transpose: both drop the same tokens
-        return _roll_rows(grad, plan, group, -shift), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        plan, group, shift, call = ctx.args
+        call.begin_backward()
+        # the shift back is the transpose: both drop the same tokens
+        return _roll_rows(grad, plan, group, -shift), None, None, None, None
 
 
 def _roll_rows(rows: Tensor, plan: Plan, group: Any, shift: int) -> Tensor:
@@ -198,5 +225,6 @@ def roll(local: Tensor, plan: Plan, group: Any = None, shift: int = 1, dim: int 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
     """
-    _check_on_all(local, dim, plan, group, "roll", shift)
-    return _Roll.apply(local.movedim(dim, 0).contiguous(), plan, group, shift).movedim(0, dim)
+    call = _Call(local, dim, plan, group, "roll", shift)
+    rows = local.movedim(dim, 0).contiguous()
+    return _Roll.apply(rows, plan, group, shift, call).movedim(0, dim)

@@ -5,8 +5,8 @@ both ends agree on; `all_to_all` packs a step into one collective (every link of
 message that does not arrive raises `TransportError` with rank, step, peer and share. How long to wait
 is the group's own time-out.
 
-Every pass begins with a handshake: the ranks compare, over gloo and on the host, what each is about
-to do. A GPU is not waited for, and a group of NCCL alone gets a gloo group beside it for that.
+Every pass begins with a handshake: the ranks compare, on the host and over a gloo group of its own,
+what each is about to do. A GPU is not waited for.
 Ranks in messages to the user are those of the process group.
 """
 
@@ -37,7 +37,7 @@ PREFIXES = 1 << 15
 REPORT_S = 2.0  # after a failure, how long ranks wait for each other's word on where they are
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
 _BACKENDS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
-_CONTROL: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # gloo groups of the same ranks
+_CONTROL: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # gloo groups for handshakes
 _AGREED: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()  # NCCL groups' digests
 _SPENT: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # tag prefixes of failed handshakes
 _JOINED: WeakKeyDictionary[Any, bool] = (
@@ -90,18 +90,28 @@ def carriage_error(group: Any, device: torch.device) -> str:
     )
 
 
-def control_group(group: Any) -> Any:
-    """A gloo group of the same ranks: the group itself where gloo carries its CPU tensors.
+def _store(group: Any) -> Any:
+    """The group's own key-value store."""
+    found = getattr(group, "get_group_store", None)
+    return found() if found else dist.distributed_c10d._get_process_group_store(group)
 
-    Made at the first use of the group, by all of its ranks and by no others.
+
+def control_group(group: Any) -> Any:
+    """A gloo group of the same ranks that nobody else uses: handshakes meet handshakes only.
+
+    On the group itself they would meet collectives that its user has under way, which each rank may
+    post at another time. Made at the first handshake, with the group's time-out, by its ranks alone.
     """
-    if backend_of(group, "cpu") == "gloo":
-        return group
     if (found := _CONTROL.get(group)) is None:
-        found = _CONTROL[group] = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True,
-            group_desc="tasp_handshake",
-        )  # fmt: skip
+        timeout = dist.default_pg_timeout
+        for device_type in ("cpu", "cuda"):
+            if backend_of(group, device_type) in ("gloo", "nccl"):
+                timeout = group._get_backend(torch.device(device_type)).options._timeout
+                break
+        store = dist.PrefixStore("tasp_handshake", _store(group))
+        found = _CONTROL[group] = dist.ProcessGroupGloo(
+            store, dist.get_rank(group), dist.get_world_size(group), timeout
+        )
     return found
 
 
@@ -191,7 +201,7 @@ class Exchange:
         turn = _FAILURES[self.group] = _FAILURES.get(self.group, 0) + 1
         said: dict[int, str] = {}
         with suppress(Exception):  # the store may be gone with the rank that held it
-            store = control_group(self.group).get_group_store()
+            store = _store(self.group)
 
             def key(rank: int) -> str:
                 return f"tasp_failure/{turn}/{rank}"
@@ -238,8 +248,11 @@ class Exchange:
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         everyone = mine.repeat(self.world, 1)
         received = torch.empty_like(everyone)  # all at once: a gather would walk a ring
-        control = control_group(self.group)
-        work = dist.all_to_all_single(received, everyone, group=control, async_op=True)
+        try:
+            work = control_group(self.group).alltoall_base(received, everyone, [], [])
+        except RuntimeError as failed:
+            what_failed = "meeting the other ranks to compare plans"
+            raise self.failure(what_failed, failed, collective=True) from failed
 
         def finish() -> None:
             with self._naming(0, "comparing plans with the other ranks"):
@@ -292,7 +305,7 @@ class Exchange:
         mine = torch.frombuffer(bytearray(text.ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         with self._naming(0, "hearing what the other ranks are about to do"):
-            dist.all_gather(everyone, mine, group=control_group(self.group))
+            control_group(self.group).allgather([everyone], [mine]).wait()
         notes = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in everyone]
         errors = [f"rank {r}: {n['error']}" for r, n in enumerate(notes) if n.get("error")]
         if errors:

@@ -118,8 +118,9 @@ class Ulysses:
         mine, per_kv = group.heads[group.rank], heads // kv_heads
         wanted = [h // per_kv - mine.kv_low for h in range(mine.q_low, mine.q_high)]
         held, size = mine.kv_high - mine.kv_low, len(wanted)
-        # where query heads do not share the held kv heads evenly: one kv head for each query head
-        self.expand = None if wanted == [i * held // size for i in range(size)] else wanted
+        # kernels share kv heads evenly: query head i uses kv head i * held // size
+        even = size % held == 0 and wanted == [i * held // size for i in range(size)]
+        self.expand = None if even else wanted  # else one kv head for each query head
 
     def queries(self, x: Tensor) -> Tensor:
         """[t, ..., H, D] to [T, ..., h, D]."""

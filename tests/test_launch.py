@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import time
+from threading import Thread
 
 import pytest
 import torch
@@ -171,3 +172,18 @@ def from_anywhere(rank, group):
 def test_a_rank_that_has_finished_sends_nothing_more():
     """A receive from any rank would take it."""
     assert tasp.launch(from_anywhere, 4, timeout_s=20) == [7.0, 0.0, 0.0, 0.0]
+
+
+def killed_after_its_report(rank, group):
+    if rank == 0:
+        pid = os.getpid()
+        Thread(target=lambda: (time.sleep(0.5), os.kill(pid, signal.SIGKILL)), daemon=True).start()
+    else:
+        time.sleep(1.5)
+    return rank
+
+
+def test_a_rank_that_is_killed_after_its_report_holds_nobody():
+    start = time.monotonic()
+    assert tasp.launch(killed_after_its_report, 2, timeout_s=20) == [0, 1]
+    assert time.monotonic() - start < 10

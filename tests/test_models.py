@@ -502,12 +502,12 @@ def test_calls_of_attention_are_counted():
     with pytest.raises(tasp.PlanError, match="has 2 attention layers and called attention 1 times"):
         run(net)
     net = llama()
-    run(net)
-    net.model.layers = net.model.layers[:1]  # after the proof
-    with pytest.raises(
-        tasp.PlanError, match="called attention 1 times in a forward and 2 times in its proof"
-    ):
-        run(net)
+    message = "called attention 1 times in a forward and 2 times in its proof"
+    with sequence_parallel(net, tasp.plan(DOCS, 1)):
+        net(input_ids=token_ids())
+        net.model.layers = net.model.layers[:1]  # after the proof
+        with pytest.raises(tasp.PlanError, match=message):
+            net(input_ids=token_ids())
     net = llama(layerdrop=0.1).train()
     with pytest.raises(tasp.PlanError, match="skips layers at random in training"):
         run(net)
@@ -594,3 +594,24 @@ def test_the_proof_of_a_model_with_sharded_parameters(enter_first):
     wanted = torch.cat([llama()(input_ids=token_ids()[:, a:b]).logits for a, b in cuts], 1)
     for found in tasp.launch(sharded, 2, tasp.plan(DOCS, 2), token_ids(), enter_first):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_was_changed_is_proved_again():
+    net = llama()
+    assert run(net).logits.isfinite().all()
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            return x.cumsum(1)
+
+    net.model.layers[0].mlp = Sums()
+    with pytest.raises(tasp.PlanError, match=r"layer 0's Sums .* mixes tokens outside attention"):
+        run(net)
+
+
+def test_a_refused_model_keeps_its_own_attention():
+    net = llama()
+    before, net.config.return_dict = net.config._attn_implementation, False
+    with pytest.raises(tasp.PlanError, match="returns tuples"):
+        run(net)
+    assert net.config._attn_implementation == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,7 @@ def wrong(ranks, plans, heads):
     return [(p.summary(), e) for p, e in zip(plans, found, strict=True) if not e.ok]
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (40, 8), (24, 6)])
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (40, 8), (24, 6), (12, 6)])
 @pytest.mark.parametrize(("ranks", "intra"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 def test_exact_around_every_schedule(ranks, intra, heads):
     plans = []
@@ -66,6 +68,38 @@ def test_tokens_are_placed_once_and_located():
     assert tasp.Plan.from_json(p.to_json()) == p
     assert p.fingerprint() != tasp.plan(ROW, 8, intra=4, layout="per_document").fingerprint()
     assert tasp.check(p).pairs == p.docs.num_pairs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(2, (6, 3)), (4, (20, 5)), (4, (28, 7)), (8, (40, 10))]
+)
+def test_query_heads_that_no_kernel_could_share_among_the_held_kv_heads(ranks, heads):
+    """A member holds 3 query heads of 2 kv heads, say: a kernel would read behind them."""
+    plans = [tasp.plan(ROW, ranks, intra=ranks)]
+    if ranks == 2:
+        plans += [tasp.plan(ROW, 4, intra=2, schedule=s) for s in ("ring", "sap")]
+    assert wrong(ranks, plans[:1], heads) == []
+    assert ranks > 2 or wrong(4, plans[1:], heads) == []
+
+
+def test_every_query_head_meets_its_kv_head():
+    """What a kernel makes of the heads of a member: query head i with kv head i // (queries per kv)."""
+    uneven = 0
+    for kv_heads, per_kv, degree in itertools.product(range(1, 17), range(1, 9), range(2, 17)):
+        heads = kv_heads * per_kv
+        if heads % degree:
+            continue
+        split = tuple(split_heads(heads, kv_heads, degree))
+        for member, mine in enumerate(split):
+            group = ulysses.Group(None, 0, member, (1,) * degree, split)
+            expand = ulysses.Ulysses(group, heads, kv_heads).expand
+            held = range(mine.kv_high - mine.kv_low) if expand is None else expand
+            uneven += expand is not None
+            each, rest = divmod(mine.q_high - mine.q_low, len(held))
+            assert rest == 0
+            for i, head in enumerate(range(mine.q_low, mine.q_high)):
+                assert mine.kv_low + held[i // each] == head // per_kv
+    assert uneven > 100
 
 
 def test_key_value_heads_travel_no_more_than_they_must():

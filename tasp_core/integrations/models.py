@@ -394,7 +394,7 @@ class Trace:
     given: list[Tensor]  # their q, k and v; none where attention was not ours
 
 
-_PROVED: WeakKeyDictionary[nn.Module, Proof] = WeakKeyDictionary()
+_PROVED: WeakKeyDictionary[nn.Module, tuple[Any, Proof]] = WeakKeyDictionary()
 
 
 @torch.compiler.disable
@@ -403,7 +403,8 @@ def prove(
 ) -> Proof:
     """Hold a model against what every plan takes for granted; once for each model.
 
-    Its weights, modes and random numbers stay as they are. Ranks that share it (FSDP) must all come
+    It is proved as in evaluation: a module that mixes tokens in training alone is not seen. Weights,
+    modes and random numbers stay as they are. Ranks that share it (FSDP) must all come
     here; nothing else is exchanged.
 
     Args:
@@ -414,9 +415,21 @@ def prove(
         PlanError: what the model does that a plan does not carry, by name.
     """
     _refuse_skipped_layers(model)
-    if (known := _PROVED.get(model)) is None:
-        known = _PROVED[model] = _Prover(model, stock, device).prove()
-    return known
+    if model not in _PROVED:
+        _PROVED[model] = _structure(model), _Prover(model, stock, device).prove()
+    return _PROVED[model][1]
+
+
+def forget_changed(model: PreTrainedModel) -> None:
+    """Drop a model's proof where its modules or its configuration are no longer those that were proved."""
+    if model in _PROVED and _PROVED[model][0] != _structure(model):
+        del _PROVED[model]
+
+
+def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a proof is about: kinds of modules, not weights."""
+    kinds = tuple((name, type(module)) for name, module in model.named_modules())
+    return kinds, str(model.config.to_dict())
 
 
 def _refuse_skipped_layers(model: PreTrainedModel) -> None:

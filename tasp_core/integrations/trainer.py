@@ -224,6 +224,11 @@ class RowTrainer(Trainer):
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; the log begins anew."""
+        self._labelled = {}
+        return super().train(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Trainer's, with the step's labels noted for the log."""
         self._labelled[self.state.global_step] = num_items_in_batch

@@ -56,6 +56,7 @@ from .models import (
     asked,
     check_kinds,
     check_lengths,
+    forget_changed,
     mask_of,
     prove,
 )
@@ -160,19 +161,24 @@ def sequence_parallel(
             f"cannot run on a plan; {ALONE}"
         )
 
-    before_call, after_call = _door(model, before, plan, group, kernel, head := Head(model, group))
-    handles = [
-        model.register_forward_pre_hook(before_call, with_kwargs=True),
-        model.register_forward_hook(after_call),
-    ]
-    head.enter()
+    handles = []
     try:
-        yield model
+        forget_changed(model)
+        head = Head(model, group)
+        before_call, after_call = _door(model, before, plan, group, kernel, head)
+        handles += [
+            model.register_forward_pre_hook(before_call, with_kwargs=True),
+            model.register_forward_hook(after_call),
+        ]
+        head.enter()
+        try:
+            yield model
+        finally:
+            head.leave()
     finally:
-        head.leave()
         for handle in handles:
             handle.remove()
-        del _ACTIVE[model]
+        _ACTIVE.pop(model, None)
         model.set_attn_implementation(before)
 
 
