@@ -202,7 +202,12 @@ PLANNING = (
     "test_rings.py",
     "test_simulate_limits.py",
 )
-TENSORS = ("test_kernels.py", "test_handshake.py", "test_exact.py::test_sampled_matrix[2]")
+TENSORS = (
+    "test_kernels.py",
+    "test_handshake.py",
+    "test_identity.py",
+    "test_exact.py::test_sampled_matrix[2]",
+)
 CASES = [
     Case("3.11", oldest=True, torch=True, tests=PLANNING + TENSORS),
     Case("3.12", oldest=False, torch=False, tests=PLANNING),
