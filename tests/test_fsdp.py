@@ -19,8 +19,8 @@ from tasp_core.lab.llama import TinyLlama
 from tasp_core.transport import Exchange
 
 ROWS = (tasp.Documents.of([13, 1, 29, 7]), tasp.Documents.of([20, 33]))  # of unequal tokens
-CALLS = [(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")] + [
-    (Exchange, "start")
+CALLS = [(dist, name) for name in ("all_gather", "all_reduce")] + [
+    (Exchange, name) for name in ("start", "handshake")
 ]
 
 
