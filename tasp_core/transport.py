@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -43,6 +44,7 @@ _SPENT: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # tag prefixes o
 _JOINED: WeakKeyDictionary[Any, bool] = (
     WeakKeyDictionary()
 )  # NCCL groups that have their communicator
+_ABANDONED: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # messages of refused calls
 _FAILURES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges that failed, by group
 
 
@@ -355,7 +357,13 @@ class Exchange:
             raise self.failure(what, error, peers) from error
 
         def wait() -> None:
-            self.settle()
+            try:
+                self.settle()
+            except BaseException:
+                # what is on its way must find its rows, or gloo never reads that connection again
+                kept = _ABANDONED.setdefault(self.group, deque(maxlen=16))
+                kept.append((pending, posted, landing))
+                raise
             for i, work in enumerate(pending):
                 try:
                     work.wait()

@@ -34,7 +34,8 @@ def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
             _, wrong, hint = words.strip().splitlines()[-1].partition(f"{WrongError.__name__}: ")
             expect(not wrong, f"{ranks} ranks: {hint}")
         words = error.errors[error.first]
-        hung = "hung" in words or "Timed out" in words
+        # a rank whose wait is over closes its connections, and its peer's wait ends by that
+        hung = any(x in words for x in ("hung", "Timed out", "Connection closed by peer"))
         expect(
             not hung,
             f"{ranks} ranks: rank {error.first} waits for ever; who is to answer it, and when?",
