@@ -105,14 +105,14 @@ def _child(
     enter: Callable[[int], None] | None,
     leave: Any,
 ) -> None:
+    # what the parent has dropped must not be collected here: a process group would wait for its threads,
+    # which a fork does not copy
+    gc.freeze()
     import torch
     import torch.distributed as dist
 
     reported, held = leave
     held.close()  # the parent's end alone keeps this process here
-    # what the parent has dropped must not be collected here: a process group would wait for its threads,
-    # which a fork does not copy
-    gc.freeze()
     torch.set_num_threads(1)  # a forked OpenMP pool can hang
     _share_cores()
     stacks = open(f"{path}.{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
