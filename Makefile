@@ -55,10 +55,11 @@ test-models: $(VENV)/.ok ## families of transformers against the stock model, an
 test-versions: $(VENV)/.ok ## oldest and newest dependencies, Python 3.11 to 3.13, from a wheel (minutes; downloads GBs)
 	$(PY) -m pytest -m versions tests/test_versions.py
 
-lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy
+lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy, the floors (imports go down only)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 
 .PHONY: test-slurm
 test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
@@ -76,7 +77,7 @@ bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
 
 fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (20 minutes, Linux): results/fabric.json
 	@mkdir -p results
-	@why=$$($(PY) -c 'from tasp_core.lab.fabric import missing; print(missing() and missing(rootless=True))'); \
+	@why=$$($(PY) -c 'from tasp_core.lab.emulation.network import missing; print(missing() and missing(rootless=True))'); \
 	if [ -n "$$why" ]; then echo "SKIPPED: $$why"; else \
 	    $(PY) -m tasp_core fabric bench --out results/fabric.json && $(PY) -m tasp_core results results; fi
 

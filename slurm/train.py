@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from tasp_core.lab.settings import Settings
+from tasp_core.lab.training.settings import Settings
 
 
 def train(
@@ -48,9 +48,9 @@ def train(
     eval_rows: Annotated[int, typer.Option(help="Rows of the held-out loss.")] = 1,
     peak_tflops: Annotated[float | None, typer.Option(help="Of a device, for MFU.")] = None,
     gbps: Annotated[float | None, typer.Option(help="GB/s a rank sends, for the roofline.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Train a Llama on packed rows of text, each spread over several ranks."""
-    from tasp_core.lab.training import run
+    from tasp_core.lab.training.run import run
 
     given = {**locals(), "data": tuple(data or ())}
     run(Settings(**{k: v for k, v in given.items() if k != "run"}))

@@ -8,35 +8,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .attention import attention
-from .check import check
-from .documents import Documents
+from .costs.explain import Explanation, explain
+from .costs.select import Choice, select
+from .costs.simulate import Timeline, simulate
 from .errors import LayoutError, PlanError, TopologyError, TransportError
-from .explain import Explanation, explain
-from .launch import RankError, launch
-from .layout import layouts
-from .lower import lower
-from .plan import Plan, plan
-from .program import Program
-from .report import Report
-from .rings import Rings, decompose
+from .lowering.lower import lower
+from .lowering.program import Program
+from .machines.bounds import cut_bound
+from .machines.machine import Bus, Machine
+from .machines.presets import machine
+from .planner import plan, supports
+from .planning.check import Report, check
+from .planning.plan import Plan
+from .runtime.attention import attention
+from .runtime.launch import RankError, launch
 from .schedules import schedules
-from .select import Choice, select
-from .simulate import Timeline, simulate
-from .support import supports
-from .topology import Bus, Machine, cut_bound, machine
+from .schedules.hamiltonian import Rings, decompose
+from .sequence.documents import Documents
+from .sequence.layouts import layouts
 
 __version__ = "0.1.0"
 
 # functions on tensors: their modules need torch, so they are imported at first use
 _TENSOR_NAMES = {
-    "shard": "tensors",
-    "shard_batch": "tensors",
-    "unshard": "tensors",
-    "gather": "tensors",
-    "roll": "tensors",
-    "next_token_labels": "loss",
-    "token_loss": "loss",
+    "shard": "runtime.sharding",
+    "shard_batch": "runtime.sharding",
+    "unshard": "runtime.sharding",
+    "gather": "runtime.sharding",
+    "roll": "runtime.sharding",
+    "next_token_labels": "runtime.loss",
+    "token_loss": "runtime.loss",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tasp_core import Plan, lower
-from tasp_core.program import Call, Compute, Message, Program, Step
+from tasp_core.lowering.program import Call, Compute, Message, Program, Step
 
 POISON = -(10**9)
 Arrived = dict[int, list[tuple[Message, np.ndarray]]]  # by rank: what each of its receives gets
@@ -91,8 +91,9 @@ class Machine:
 
     def finish(self, step: Step) -> None:
         for target, source, runs in (
-            (self.grad, "landing", step.add), (self.result, "answers", step.merge),
-        ):  # fmt: skip
+            (self.grad, "landing", step.add),
+            (self.result, "answers", step.merge),
+        ):
             for s, d, n in zip(*(c.tolist() for c in runs), strict=True):
                 target[d : d + n] += self.buffers[source][s : s + n]
 
@@ -136,9 +137,10 @@ def _all_to_all(live: list[tuple[Machine, Step]], sent: dict[int, list[np.ndarra
         rows: dict[tuple[int, int], list[int]] = {}
         for r, step in live:
             of_kind = [
-                (m, x) for m, x in zip(step.sends, sent[r.program.rank], strict=True)
+                (m, x)
+                for m, x in zip(step.sends, sent[r.program.rank], strict=True)
                 if m.kind == kind
-            ]  # fmt: skip
+            ]
             peers = [m.peer for m, _ in of_kind]
             assert peers == sorted(peers), "what is sent lies in the order of ranks"
             for m, x in of_kind:

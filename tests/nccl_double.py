@@ -28,7 +28,9 @@ import torch
 import torch.distributed as real
 from torch import Tensor
 
-from tasp_core import tensors, transport, ulysses
+from tasp_core.runtime import exchange as transport
+from tasp_core.runtime import sharding as tensors
+from tasp_core.runtime import ulysses
 
 
 class MispairedError(RuntimeError):

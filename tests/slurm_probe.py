@@ -19,9 +19,11 @@ from pathlib import Path
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WHO = {
-    "rank": RANK, "node": os.environ["SLURMD_NODENAME"], "local_rank": int(os.environ["LOCAL_RANK"]),
+    "rank": RANK,
+    "node": os.environ["SLURMD_NODENAME"],
+    "local_rank": int(os.environ["LOCAL_RANK"]),
     "threads": os.environ["OMP_NUM_THREADS"],
-}  # fmt: skip
+}
 
 
 def total(value: float) -> float:

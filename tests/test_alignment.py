@@ -13,11 +13,12 @@ import torch
 from test_kernels import StandIn
 
 import tasp_core as tasp
-from tasp_core import execute
-from tasp_core.kernels import VarlenKernel, oracle
-from tasp_core.lab.measure import Inputs
-from tasp_core.lab.virtual import run_virtual
-from tasp_core.views import aligned
+from tasp_core.kernels.reference import oracle
+from tasp_core.kernels.varlen import VarlenKernel
+from tasp_core.kernels.views import aligned
+from tasp_core.lab.bench.accuracy import Inputs
+from tasp_core.lab.bench.one_process import run_virtual
+from tasp_core.runtime import execute
 
 DIMS = (8, 20, 24, 64, 68, 72)
 DTYPES = (torch.float16, torch.bfloat16)

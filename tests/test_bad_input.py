@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.measure import Inputs, Judge
+from tasp_core.lab.bench.accuracy import Inputs, Judge
 from tasp_core.schedules import DKV, DQ
 
 DOCS = tasp.Documents.of([37, 81, 2, 60])
@@ -159,42 +159,83 @@ CASES = {
     "2-D": (tensors(lambda x: x[0]), r"must all be \[t, heads, dim\] or .*got q \[4, 8\]"),
     "q 4-D": ({"q": lambda x: x[None]}, r"all \[B, t, heads, dim\], got q \[1, 90, 4, 8\], k \[90"),
     "5-D": (tensors(lambda x: x[None, None]), r"got q \[1, 1, 90, 4, 8\]"),
-    "a token more": (tensors(lambda x: torch.cat([x, x[:1]])), r"\[91, 91, 91\] tokens, .* rank 90; shard"),
-    "k a token less": ({"k": lambda x: x[1:]}, r"\[90, 89, 90\] tokens, the plan gives this rank 90"),
-    "the whole row": (tensors(lambda x: torch.cat([x, x])), r"\[180, 180, 180\] tokens.*shard with"),
-    "batches": ({"q": lambda x: x[None].repeat(2, 1, 1, 1), **tensors(lambda x: x[None], "kv")},
-                r"batch sizes differ.*: q \[2, 90, 4, 8\], k \[1, 90"),
+    "a token more": (
+        tensors(lambda x: torch.cat([x, x[:1]])),
+        r"\[91, 91, 91\] tokens, .* rank 90; shard",
+    ),
+    "k a token less": (
+        {"k": lambda x: x[1:]},
+        r"\[90, 89, 90\] tokens, the plan gives this rank 90",
+    ),
+    "the whole row": (
+        tensors(lambda x: torch.cat([x, x])),
+        r"\[180, 180, 180\] tokens.*shard with",
+    ),
+    "batches": (
+        {"q": lambda x: x[None].repeat(2, 1, 1, 1), **tensors(lambda x: x[None], "kv")},
+        r"batch sizes differ.*: q \[2, 90, 4, 8\], k \[1, 90",
+    ),
     "v heads": ({"v": lambda x: x[:, :1]}, r"k and v must have equal heads.*v \[90, 1, 8\]"),
-    "k dim": ({"k": lambda x: x[..., :6]}, r"q and k equal dims of at least 1, got .*k \[90, 2, 6\]"),
+    "k dim": (
+        {"k": lambda x: x[..., :6]},
+        r"q and k equal dims of at least 1, got .*k \[90, 2, 6\]",
+    ),
     "no dim": (tensors(lambda x: x[..., :0]), r"equal dims of at least 1, got q \[90, 4, 0\]"),
     "no heads": (tensors(lambda x: x[:, :0], "kv"), r"4 query heads are not a multiple of 0"),
-    "3 over 2": ({"q": lambda x: x[:, :3]}, r"3 query heads are not a multiple of 2.*repeat k and v"),
-    "1 over 2": ({"q": lambda x: x[:, :1]}, "1 query heads are not a multiple of 2 key/value heads"),
+    "3 over 2": (
+        {"q": lambda x: x[:, :3]},
+        r"3 query heads are not a multiple of 2.*repeat k and v",
+    ),
+    "1 over 2": (
+        {"q": lambda x: x[:, :1]},
+        "1 query heads are not a multiple of 2 key/value heads",
+    ),
     "dtypes": ({"q": lambda x: x.half()}, "one dtype and one device, got torch.float16 on cpu"),
     "devices": ({"k": lambda x: x.to("meta")}, "one dtype and one device, .*torch.float32 on meta"),
     "integers": (tensors(lambda x: x.long()), "bfloat16, float32 or float64, got torch.int64"),
     "fp8": (tensors(lambda x: x.to(torch.float8_e4m3fn)), "or float64, got torch.float8_e4m3fn"),
     "a list": ({"v": lambda x: x.tolist()}, "v must be a tensor, got list"),
-    "kernel": ({"kernel": lambda _: "cudnn"}, "no kernel 'cudnn'; known are auto, math, aten, flash"),
+    "kernel": (
+        {"kernel": lambda _: "cudnn"},
+        "no kernel 'cudnn'; known are auto, math, aten, flash",
+    ),
     "flash": ({"kernel": lambda _: "flash"}, "kernel 'flash' on cpu takes fp16 and bf16, not"),
-}  # fmt: skip
+}
 DIFFERENCES = {
     # what is good, but not what the other rank does
-    "schedule": ({"plan": lambda p: tasp.plan(DOCS, 2, schedule="ring")}, "schedule: rank 1 has ring"),
-    "options": ({"plan": lambda p: tasp.plan(DOCS, 2, schedule_options={"exchange": "all_to_all"})},
-                "schedule: rank 1 has tasp .*all_to_all"),
-    "layout": ({"plan": lambda p: tasp.plan(DOCS, 2, layout="striped")}, "layout: rank 1 has striped"),
-    "documents": ({"plan": lambda p: tasp.plan(MORE, 2)},
-                  r"documents: rank 1 has Documents.of\(\[40, 140\], causal=True"),
-    "mask": ({"plan": lambda p: tasp.plan(dataclasses.replace(DOCS, causal=False), 2)},
-             "documents: rank 1 has .*causal=False.*; the others have .*causal=True"),
-    "dtype": (tensors(lambda x: x.bfloat16()), "rank 1 has torch.bfloat16; the others have torch.float32"),
+    "schedule": (
+        {"plan": lambda p: tasp.plan(DOCS, 2, schedule="ring")},
+        "schedule: rank 1 has ring",
+    ),
+    "options": (
+        {"plan": lambda p: tasp.plan(DOCS, 2, schedule_options={"exchange": "all_to_all"})},
+        "schedule: rank 1 has tasp .*all_to_all",
+    ),
+    "layout": (
+        {"plan": lambda p: tasp.plan(DOCS, 2, layout="striped")},
+        "layout: rank 1 has striped",
+    ),
+    "documents": (
+        {"plan": lambda p: tasp.plan(MORE, 2)},
+        r"documents: rank 1 has Documents.of\(\[40, 140\], causal=True",
+    ),
+    "mask": (
+        {"plan": lambda p: tasp.plan(dataclasses.replace(DOCS, causal=False), 2)},
+        "documents: rank 1 has .*causal=False.*; the others have .*causal=True",
+    ),
+    "dtype": (
+        tensors(lambda x: x.bfloat16()),
+        "rank 1 has torch.bfloat16; the others have torch.float32",
+    ),
     "scale": ({"scale": lambda _: 0.1}, "scale: rank 1 has 0.1; the others have None"),
-    "heads": ({"q": lambda x: x[:, :2]}, r"heads.*: rank 1 has \[0, 2, 8, 2, 8\]; the others have \[0, 4"),
+    "heads": (
+        {"q": lambda x: x[:, :2]},
+        r"heads.*: rank 1 has \[0, 2, 8, 2, 8\]; the others have \[0, 4",
+    ),
     "kv heads": (tensors(lambda x: x[:, :1], "kv"), r"kv heads.*: rank 1 has \[0, 4, 8, 1, 8\]"),
     "value dim": ({"v": lambda x: x[..., :5]}, r"v dim: rank 1 has \[0, 4, 8, 2, 5\]"),
     "a batch": (tensors(lambda x: x[None]), r"batch.*: rank 1 has \[1, 4, 8, 2, 8\]"),
-}  # fmt: skip
+}
 
 
 def refused(rank, group, changes, who):

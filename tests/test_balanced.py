@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasp_core.balanced import lower_bound, measure, place
-from tasp_core.lab.lengths import NAMES, row_lengths
+from tasp_core.lab.bench.document_lengths import NAMES, row_lengths
+from tasp_core.sequence.balanced import lower_bound, measure, place
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 ROWS = st.lists(

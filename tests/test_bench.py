@@ -11,20 +11,19 @@ import torch
 import torch.distributed as dist
 
 import tasp_core as tasp
-from tasp_core import transport
+from tasp_core.costs.bytes import BACKWARD, FORWARD
 from tasp_core.errors import PlanError
-from tasp_core.formulas import BACKWARD, FORWARD
-from tasp_core.lab import attention_bench
-from tasp_core.lab.attention_bench import Config, remote_unused, sampled_gap, too_fast
-from tasp_core.lab.collect import collect, write_csv
-from tasp_core.lab.devices import CALL_S, Device
-from tasp_core.lab.fabric_cases import cases
-from tasp_core.lab.fabric_goals import Goal, ccr, gaps, judge, table
-from tasp_core.lab.measure import Inputs, Judge, run_rank
-from tasp_core.lab.passes import Pass, held
-from tasp_core.lower import lower
-from tasp_core.parcels import parcels, put_rows, take_rows
-from tasp_core.transport import Exchange
+from tasp_core.lab.bench import attention as attention_bench
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.attention import Config, remote_unused, sampled_gap, too_fast
+from tasp_core.lab.bench.collect import collect, write_csv
+from tasp_core.lab.bench.emulated_cases import Goal, cases, ccr, gaps, judge, table
+from tasp_core.lab.bench.passes import Pass, held
+from tasp_core.lab.emulation.device import CALL_S, Device
+from tasp_core.lowering.lower import lower
+from tasp_core.runtime import exchange as transport
+from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.packing import parcels, put_rows, take_rows
 from visualize.curves import PUBLISHED, curves, gains
 
 DOCS = tasp.Documents.of([96])
@@ -97,8 +96,13 @@ def test_a_guard_fails_the_run(monkeypatch, wrong):
 
 
 def kv_step(node="mesh2x2", schedule="wave"):
-    p = tasp.plan(tasp.Documents.of([640], causal=False), 4, schedule=schedule, machine=node,
-                  layout="contiguous")  # fmt: skip
+    p = tasp.plan(
+        tasp.Documents.of([640], causal=False),
+        4,
+        schedule=schedule,
+        machine=node,
+        layout="contiguous",
+    )
     return p, [lower(p, r) for r in range(4)]
 
 
@@ -123,7 +127,7 @@ def test_large_messages_travel_in_parts(monkeypatch):
     m = next(m for m in programs[0].steps[1].sends if len(m.ranges) > 1)
     rows = {"kv": torch.zeros(1000, 8)}
     assert len(parcels([m], rows, receive=False)[0]) == 1
-    monkeypatch.setattr("tasp_core.parcels.SMALL_BYTES", 1)
+    monkeypatch.setattr("tasp_core.runtime.packing.SMALL_BYTES", 1)
     parts, landing = parcels([m], rows, receive=True)
     assert not landing
     assert [len(p.rows) for p in parts] == [count for _, count in m.ranges]
@@ -145,7 +149,7 @@ def test_bundled_or_not_gives_the_same_bits(monkeypatch):
         return run_rank(one.rank, one.group, p, inputs)[0], posted
 
     packed = on_ranks(4, attend, p, inputs)
-    monkeypatch.setattr("tasp_core.parcels.SMALL_BYTES", 0)
+    monkeypatch.setattr("tasp_core.runtime.packing.SMALL_BYTES", 0)
     single = on_ranks(4, attend, p, inputs)
     for (a, some), (b, many) in zip(packed, single, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -180,7 +184,7 @@ def case(gain, group="mesh", mbit=20.0):
         "title": f"{group}: test, gain {gain}",
         "methods": [row("Ring", 7.0, 7.0), row("TASP", 1.0, 7.0 / gain)],
         "config": {"group": group, "link_mbit": mbit, "lengths": [64], "ranks": 8},
-    }  # fmt: skip
+    }
 
 
 def test_goals_are_met_or_not_by_the_worst_case():
@@ -258,8 +262,9 @@ def test_result_files_become_one_table_and_curves(tmp_path):
     config = {"ranks": 4, "causal": True, "heads": 8, "kv_heads": 8}
     rows = [
         row(label, talk * n, n, bound=0.5 * n) | {"tokens": 64 * n, "ccr": 0.1}
-        for n in (1, 2) for label, talk in (("ring", 3.0), ("tasp", 1.0))
-    ]  # fmt: skip
+        for n in (1, 2)
+        for label, talk in (("ring", 3.0), ("tasp", 1.0))
+    ]
     result(tmp_path / "b.json", "attention", config=config, rows=rows)
     result(tmp_path / "c.json", "demo")
     (tmp_path / "d.json").write_text("{")

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import tasp_core as tasp
-from tasp_core import execute, flash
-from tasp_core.kernels import AtenCpu
-from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
-from tasp_core.program import Message, Step
-from tasp_core.transport import Exchange
+from tasp_core.kernels import flash
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lowering.program import Message, Step
+from tasp_core.runtime import execute
+from tasp_core.runtime.exchange import Exchange
 
 DOCS = tasp.Documents.of([37, 81, 2, 60])
 
@@ -172,8 +173,9 @@ def test_one_collective_a_step_gives_the_bits_of_single_messages(layout):
     inputs, cases = Inputs.random(DOCS.total, 4, 2, 8), (("tasp", None), ("wave", "mesh2x2"))
     plans = [
         tasp.plan(DOCS, 4, schedule=s, machine=m, layout=layout, schedule_options={"exchange": e})
-        for s, m in cases for e in ("p2p", "all_to_all")
-    ]  # fmt: skip
+        for s, m in cases
+        for e in ("p2p", "all_to_all")
+    ]
     for pieces in tasp.launch(results, 4, plans, inputs):
         for single, together in (pieces[:2], pieces[2:]):
             assert all(map(torch.equal, single, together))

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.kernels import AtenCpu, oracle
-from tasp_core.lab.llama import TinyLlama
-from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lab.training.llama import TinyLlama
 
 SCHEDULES = ("ring", "tasp", "wave", "all_gather")
 
@@ -129,9 +130,15 @@ def test_l9_only_per_token_tensors_of_a_batch_are_sharded():
     p = planned(tasp.Documents.of([9, 4]), 3)
     row = torch.arange(13)
     batch = {
-        "ids": row, "hidden": torch.randn(13, 2), "scalar": torch.tensor(3.0), "mask": torch.ones(1),
-        "none": None, "name": "a batch", "number": 13, "other": torch.ones(12, 13),
-    }  # fmt: skip
+        "ids": row,
+        "hidden": torch.randn(13, 2),
+        "scalar": torch.tensor(3.0),
+        "mask": torch.ones(1),
+        "none": None,
+        "name": "a batch",
+        "number": 13,
+        "other": torch.ones(12, 13),
+    }
     for rank in range(3):
         local, names = tasp.shard_batch(batch, p, rank)
         assert names == ("ids", "hidden")

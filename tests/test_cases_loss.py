@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import tasp_core as tasp
-from tasp_core.lab.llama import TinyLlama
+from tasp_core.lab.training.llama import TinyLlama
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 DOCS = tasp.Documents.of([13, 1, 0, 29, 7])

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from torch.utils import deterministic
 
 import tasp_core as tasp
-from tasp_core import execute, flash
-from tasp_core.kernels import AtenCpu, oracle
-from tasp_core.lab.llama import TinyLlama
-from tasp_core.lab.measure import NAMES, Inputs, Judge
-from tasp_core.merge import merge, merge_
+from tasp_core.kernels import flash
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge
+from tasp_core.lab.training.llama import TinyLlama
+from tasp_core.runtime import execute
+from tasp_core.runtime.merge import merge, merge_
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 DOCS = tasp.Documents.of([37, 81, 2, 60])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tasp_core as tasp
-from tasp_core.lab.measure import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
 
 ROWS = {
     "L1": (2, (200, 300, 24, 400, 100)),

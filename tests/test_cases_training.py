@@ -18,14 +18,13 @@ import torch._dynamo  # once here, not once in every forked rank
 import torch.distributed as dist
 
 import tasp_core as tasp
-from tasp_core.data import Corpus, Cursor
-from tasp_core.lab import memory, training
-from tasp_core.lab.feed import IGNORE
-from tasp_core.lab.heldout import bucket_loss
-from tasp_core.lab.llama import SIZES, Size, TinyLlama
-from tasp_core.lab.metrics import read
-from tasp_core.lab.settings import Settings
-from tasp_core.lab.world import Stop
+from tasp_core.lab.training import memory
+from tasp_core.lab.training import run as training
+from tasp_core.lab.training.data import IGNORE, Corpus, Cursor
+from tasp_core.lab.training.llama import SIZES, Size, TinyLlama
+from tasp_core.lab.training.metrics import bucket_loss, read
+from tasp_core.lab.training.process_groups import Stop
+from tasp_core.lab.training.settings import Settings
 
 TRAIN = str(Path(__file__).parent.parent / "slurm" / "train.py")
 
@@ -202,7 +201,7 @@ def test_memory_of_kept_keys_and_of_what_runs_again(tmp_path, monkeypatch, recom
         (["--data", "/nowhere.txt"], "no data file or folder '/nowhere.txt'"),
         (["--kernel", "flash"], "kernel 'flash' on cpu takes fp16 and bf16"),
     ],
-)  # fmt: skip
+)
 def test_a_question_without_an_answer_is_one_line_and_code_2(tmp_path, capsys, options, message):
     assert main("--out", tmp_path / "out", *options) == 2
     said = capsys.readouterr()

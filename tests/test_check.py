@@ -176,11 +176,25 @@ def test_links_name_a_hop_of_the_link_at_fault(wrong, what, step, link):
 
 HOARDING = [
     (late_relay(Promise(9, 9, 2.0)), "rank 1 holds 3", 2, "2", 1),
-    (plan([48], 4).with_hops(exchange(4), num_shares=1, promise=Promise(9, 9, 2.0)),
-     "rank 0 holds 3", 0, "2", 0),
-    (changed(plan([48], 4, schedule="wave"), ("t2 0>1 kv0.2", "t1 0>1 kv0.2"),
-             promise=Promise(9, 9, 2.0)), "rank 1 holds 2.33", 1, "2", 1),
-]  # fmt: skip
+    (
+        plan([48], 4).with_hops(exchange(4), num_shares=1, promise=Promise(9, 9, 2.0)),
+        "rank 0 holds 3",
+        0,
+        "2",
+        0,
+    ),
+    (
+        changed(
+            plan([48], 4, schedule="wave"),
+            ("t2 0>1 kv0.2", "t1 0>1 kv0.2"),
+            promise=Promise(9, 9, 2.0),
+        ),
+        "rank 1 holds 2.33",
+        1,
+        "2",
+        1,
+    ),
+]
 
 
 @pytest.mark.parametrize(("wrong", "what", "step", "most", "rank"), HOARDING)

@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
 import nbformat
 
-from tasp_course.build import HERE, KINDS, notebook, tags, units
+from tasp_course.build import notebook
 from tasp_course.export import execute
+from tasp_course.sources import HERE, KINDS, tags, units
 
 pytestmark = pytest.mark.course
 LONGEST_S, MOST_BYTES = 60, 2 * 10**9

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
-from tasp_course.build import HERE, cells, minutes, notebook, outputs, tags, units
+from tasp_course.build import notebook, outputs
 from tasp_course.kit import checks, teachers_kit, wrong_answers
+from tasp_course.sources import HERE, cells, minutes, tags, units
 
 UNITS = pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 NAMED = lambda path: f"{path.parent.name}/{path.stem[:7]}"  # noqa: E731

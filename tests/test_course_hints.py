@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tasp_course import unit_03, unit_09
-from tasp_course.build import units
 from tasp_course.kit import wrong_answers
+from tasp_course.sources import units
 from tasp_course.uneven import machines
 
 TURNS = wrong_answers(units(["3"])[0])["check_turn"]

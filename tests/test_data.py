@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.data import Corpus, ahead, packed_rows
-from tasp_core.lab.feed import IGNORE, batches
+from tasp_core.lab.training.data import IGNORE, Corpus, ahead, batches, packed_rows
 
 
 def test_rows_are_all_of_the_text_once_an_epoch(tmp_path):
@@ -55,9 +54,20 @@ def test_steps_are_the_same_rows_however_they_are_spread(tmp_path, sft):
     for parts, ranks in ((1, 3), (2, 2), (4, 1)):
         for part in range(parts):
             made = [
-                next(batches(corpus, 40, 4, partial(tasp.plan, ranks=ranks), rank=r, part=part,
-                             parts=parts, sft=sft)) for r in range(ranks)
-            ]  # fmt: skip
+                next(
+                    batches(
+                        corpus,
+                        40,
+                        4,
+                        partial(tasp.plan, ranks=ranks),
+                        rank=r,
+                        part=part,
+                        parts=parts,
+                        sft=sft,
+                    )
+                )
+                for r in range(ranks)
+            ]
             assert all(b[1:] == whole[1:] for b in made)
             for i, row in enumerate(whole.rows[part::parts]):
                 for name in ("ids", "labels", "positions"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import tasp_core as tasp
-from tasp_core.cli import app
+from tasp_core.cli.app import app
 from tasp_core.lab import doctor
 
 
@@ -20,8 +20,15 @@ def test_it_prints_every_section_and_a_matrix_of_pings():
     assert done.exit_code == 0, done.output
     sections = re.findall(r"^(\w+):$", done.output, re.M)
     assert sections == [
-        "machine", "packages", "runtime", "devices", "links", "kernels", "backends", "ranks"
-    ]  # fmt: skip
+        "machine",
+        "packages",
+        "runtime",
+        "devices",
+        "links",
+        "kernels",
+        "backends",
+        "ranks",
+    ]
     assert f"torch          {torch.__version__}" in done.output
     assert re.search(r"^  ping +ok, at most \d+ us between 3 forked gloo ranks$", done.output, re.M)
     rows = re.findall(r"^  rank \d +(\S+) +(\S+) +(\S+)$", done.output, re.M)

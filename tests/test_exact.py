@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.kernels import AtenCpu, oracle
-from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
 
 DOCUMENTS = ((300,), (137, 2041, 89), (0, 137, 0, 1, 62), (1,) * 40, (7, 3))
 HEADS = ((4, 4), (8, 2), (6, 1))
@@ -57,10 +58,11 @@ def matrix(ranks: int) -> list[Case]:
     machines = [None, *[f"mesh{m}x{ranks // m}" for m in range(1, ranks) if ranks % m == 0][-1:]]
     keys = itertools.product(tasp.schedules(), machines, tasp.layouts(), (True, False))
     plans = [
-        k for k in keys
+        k
+        for k in keys
         if tasp.supports([9], ranks, schedule=k[0], machine=k[1], layout=k[2])
         and (k[1] is None or k[0] not in ("ring", "tasp", "all_gather"))  # nodes change nothing
-    ]  # fmt: skip
+    ]
     turns = itertools.product(enumerate(plans), range(EACH))
     return [
         Case(ranks, *key, DOCUMENTS[(i + 2 * j) % len(DOCUMENTS)], HEADS[(i // 5 + j) % len(HEADS)])

@@ -10,11 +10,12 @@ import torch
 from interpreter import assert_right, interpret
 
 import tasp_core as tasp
-from tasp_core import Plan, PlanError, check, execute
-from tasp_core.lab.measure import Inputs, Judge, run_rank
-from tasp_core.lower import lower
+from tasp_core import Plan, PlanError, check
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lowering.lower import lower
+from tasp_core.runtime import execute
+from tasp_core.runtime.exchange import Exchange
 from tasp_core.schedules import DQ, KV, OUT, AllGather, Hops, Q
-from tasp_core.transport import Exchange
 
 DOCS = tasp.Documents.of([13, 140, 7])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
@@ -30,9 +31,13 @@ MOVING = {
 def moving(schedule, ranks=4, exchange="all_to_all", **more):
     layout, options = MOVING[schedule]
     return tasp.plan(
-        DOCS, ranks, schedule=schedule, layout=layout,
-        schedule_options={**options, "exchange": exchange}, **more,
-    )  # fmt: skip
+        DOCS,
+        ranks,
+        schedule=schedule,
+        layout=layout,
+        schedule_options={**options, "exchange": exchange},
+        **more,
+    )
 
 
 def from_file(schedule):
@@ -107,9 +112,10 @@ def test_kinds_that_a_schedule_does_not_name_are_refused(name, lost, monkeypatch
         interpret(p, backward=False)
     program = lower(p, 0)
     t, step = next(
-        (t, s) for t, s in enumerate(program.steps)
+        (t, s)
+        for t, s in enumerate(program.steps)
         if any(m.kind == lost for m in (*s.sends, *s.recvs))
-    )  # fmt: skip
+    )
     exchange = Exchange.__new__(Exchange)
     exchange.rank = 0
     word = {Q: "q", OUT: "out"}[lost]

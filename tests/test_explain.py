@@ -9,17 +9,21 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core import ulysses
-from tasp_core.lab.measure import Inputs
-from tasp_core.transport import Exchange
+from tasp_core.lab.bench.accuracy import Inputs
+from tasp_core.runtime import ulysses
+from tasp_core.runtime.exchange import Exchange
 
 PLANS = [
     tasp.plan([137, 201, 89], 4, schedule=s, layout=lay, machine=m, intra=a)
     for s, m, a in (
-        ("ring", None, 1), ("tasp", None, 1), ("wave", "mesh2x2", 1), ("sap", None, 1), ("ring", None, 2)
+        ("ring", None, 1),
+        ("tasp", None, 1),
+        ("wave", "mesh2x2", 1),
+        ("sap", None, 1),
+        ("ring", None, 2),
     )
     for lay in ("zigzag", "per_document")
-]  # fmt: skip
+]
 
 
 def counted(rank, group, plans):

@@ -18,18 +18,16 @@ import torch.distributed as dist
 
 import tasp_core as tasp
 from tasp_core.errors import FabricError, TopologyError
-from tasp_core.hardware import Machine
-from tasp_core.lab import fabric
-from tasp_core.lab.calibrate import calibrate, network
-from tasp_core.lab.fabric import Fabric
-from tasp_core.lab.fabric_bench import run_case
-from tasp_core.lab.fabric_cases import FULL, Case
-from tasp_core.lab.measure import Inputs, Judge
-from tasp_core.lab.pass_rates import processor
-from tasp_core.lab.passes import Pass, held, in_turn, slowest
-from tasp_core.lab.timing import Bench
-from tasp_core.lab.wiring import emulated, wiring
-from tasp_core.launch import RankError
+from tasp_core.lab.bench.accuracy import Inputs, Judge
+from tasp_core.lab.bench.calibrate import Bench, calibrate, network, processor
+from tasp_core.lab.bench.emulated import run_case
+from tasp_core.lab.bench.emulated_cases import FULL, Case
+from tasp_core.lab.bench.passes import Pass, held, in_turn, slowest
+from tasp_core.lab.emulation import network as fabric
+from tasp_core.lab.emulation.network import Fabric
+from tasp_core.lab.emulation.wiring import emulated, wiring
+from tasp_core.machines.machine import Machine
+from tasp_core.runtime.launch import RankError
 
 REASON = fabric.missing()
 

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tasp_core import cli
+from tasp_core.cli import app as cli
 from tasp_core.errors import PlanError
-from tasp_core.lab import fabric, fabric_bench
-from tasp_core.lab.collect import collect
-from tasp_core.lab.fabric_cases import cases
-from tasp_core.lab.fabric_goals import judge
-from tasp_core.lab.fabric_merge import chosen, earlier_cases
-from tasp_core.lab.passes import DIRECTIONS, MODES
+from tasp_core.lab.bench import emulated as fabric_bench
+from tasp_core.lab.bench.collect import collect
+from tasp_core.lab.bench.emulated import chosen, earlier_cases
+from tasp_core.lab.bench.emulated_cases import cases, judge
+from tasp_core.lab.bench.passes import DIRECTIONS, MODES
+from tasp_core.lab.emulation import network as fabric
 
 TITLES = [str(case) for case in cases()]
 STAMP = ("measured_at", "environment", "rates")
@@ -49,10 +49,15 @@ def file():
     """A result file of all cases; Ring takes three times as long as other methods."""
     rows = [result(case, 3.0) for case in cases()]
     data = {
-        "schema": 1, "kind": "fabric", "environment": {"processor": "another"}, "right": True,
-        "config": {"quick": False, "rates": {"latency_s": 2.0}}, "calibration": {},
-        "cases": rows, "goals": [goal._asdict() for goal in judge(rows)],
-    }  # fmt: skip
+        "schema": 1,
+        "kind": "fabric",
+        "environment": {"processor": "another"},
+        "right": True,
+        "config": {"quick": False, "rates": {"latency_s": 2.0}},
+        "calibration": {},
+        "cases": rows,
+        "goals": [goal._asdict() for goal in judge(rows)],
+    }
     return json.loads(json.dumps(data))
 
 

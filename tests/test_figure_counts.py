@@ -167,8 +167,10 @@ def test_compare_marks_the_fastest_and_its_bars_are_seconds():
     assert (root[0].text or "").endswith("quick is fastest with 11 ms")
     bars = [(tip(b), float(b.get("width", 0))) for b in root.iter(SVG + "rect") if tip(b)]
     assert [t for t, _ in bars][3:] == [
-        "quick: total 11 ms", "quick: compute 8 ms", "quick: communication 9 ms",
-    ]  # fmt: skip
+        "quick: total 11 ms",
+        "quick: compute 8 ms",
+        "quick: communication 9 ms",
+    ]
     wide = [w for _, w in bars]
     np.testing.assert_allclose(
         np.array(wide) / wide[3], np.array([29, 64, 21, 11, 8, 9]) / 11, rtol=0.01
@@ -196,12 +198,16 @@ def result(tmp_path: Path, **body) -> Path:
 
 def test_results_keep_measured_modelled_and_quoted_apart(tmp_path):
     rows = [{"name": "a", "m": [3.0, 1.0, 2.0], "p": 4.0, "q": 5.0}]
-    views = [View("rows", ("name",), key, "s", how, f"of {key}")
-             for key, how in (("q", "quoted"), ("p", "modelled"), ("m", "measured"))]  # fmt: skip
+    views = [
+        View("rows", ("name",), key, "s", how, f"of {key}")
+        for key, how in (("q", "quoted"), ("p", "modelled"), ("m", "measured"))
+    ]
     root = ET.fromstring(results(result(tmp_path, rows=rows), views).svg)
     words = [t.text or "" for t in texts(root)]
-    order = [next(i for i, w in enumerate(words) if w.startswith(x))
-             for x in ("measured:", "of m", "modelled:", "of p", "quoted:", "of q")]  # fmt: skip
+    order = [
+        next(i for i, w in enumerate(words) if w.startswith(x))
+        for x in ("measured:", "of m", "modelled:", "of p", "quoted:", "of q")
+    ]
     assert order == sorted(order)
     assert [tip(b) for b in named(root, "bar")] == ["a: 2 s", "a: 4 s", "a: 5 s"]
     assert len({(b.get("fill"), b.get("stroke-dasharray")) for b in named(root, "bar")}) == 3

@@ -16,7 +16,7 @@ import pytest
 from test_visualize import SVG, named, text_boxes, texts, tip
 
 from tasp_core import Documents, machine, plan
-from tasp_core.timeline import Timeline
+from tasp_core.costs.simulate import Timeline
 from visualize import (
     Figure,
     balance,
@@ -35,7 +35,7 @@ from visualize.colours import colour
 from visualize.figure import CELL
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "visualize" / "results"
+RESULTS = ROOT / "visualize" / "recorded"
 ROW = [20, 9, 0, 35]
 
 
@@ -58,27 +58,43 @@ def gallery() -> dict[str, Figure]:
     """Each subject, in its plain and in its odd states."""
     eight, packed = make("tasp", 8), make("sap", 4, layout="balanced", docs=[4096, 137, 89, 640])
     found = {
-        "rings": rings(eight), "links": links([eight, make("ring", 8)]), "balance": balance(eight),
-        "hops": hops(eight, step=3), "hops wave": hops(make("wave", 8, "mesh4x2"), step=1),
-        "hops sap": hops(packed), "hops 1": hops(make("ring", 1)), "hops 64": hops(make("ring", 64)),
-        "rings mesh": rings(make("mesh", 6)), "hops mesh": hops(make("mesh", 6)),
-        "links mesh": links(make("mesh", 6)), "memory mesh": memory(make("mesh", 6), backward=True),
+        "rings": rings(eight),
+        "links": links([eight, make("ring", 8)]),
+        "balance": balance(eight),
+        "hops": hops(eight, step=3),
+        "hops wave": hops(make("wave", 8, "mesh4x2"), step=1),
+        "hops sap": hops(packed),
+        "hops 1": hops(make("ring", 1)),
+        "hops 64": hops(make("ring", 64)),
+        "rings mesh": rings(make("mesh", 6)),
+        "hops mesh": hops(make("mesh", 6)),
+        "links mesh": links(make("mesh", 6)),
+        "memory mesh": memory(make("mesh", 6), backward=True),
         "mask docs": mask(Documents.of([300, 5000, 89], causal=False)),
         "mask window": mask(Documents.of([300, 5000, 89], window=700)),
-        "mask": mask(packed), "mask exact": mask(eight), "mask 30": mask(make("tasp", 30)),
-        "mask 1": mask(make("ring", 1)), "mask helper": mask(make("helper", 5), rank=1),
+        "mask": mask(packed),
+        "mask exact": mask(eight),
+        "mask 30": mask(make("tasp", 30)),
+        "mask 1": mask(make("ring", 1)),
+        "mask helper": mask(make("helper", 5), rank=1),
         "mask striped": mask(make("ring", 4, layout="striped", docs=[900]), rank=1),
-        "mask step": mask(packed, rank=3, step=1), "memory": memory(eight, backward=True),
-        "memory wave": memory(make("wave", 8, "mesh4x2"), rank=3), "memory 1": memory(make("ring", 1)),
-        "memory all": memory(make("all_gather", 5)), "memory 40": memory(make("tasp", 40, docs=[4000])),
+        "mask step": mask(packed, rank=3, step=1),
+        "memory": memory(eight, backward=True),
+        "memory wave": memory(make("wave", 8, "mesh4x2"), rank=3),
+        "memory 1": memory(make("ring", 1)),
+        "memory all": memory(make("all_gather", 5)),
+        "memory 40": memory(make("tasp", 40, docs=[4000])),
         "timeline": timeline([("Ring", times()), ("long label " * 9, times(8, 8))]),
         "compare": compare([("Ring", times()), ("long label " * 9, times(8, 8))]),
-        "timeline 1": timeline(times(1, 1)), "timeline 70": timeline(times(70, 70)),
-        "m mesh": topology(machine("mi300x")), "m nodes": topology(machine("h100x9")),
-        "m pcie": topology(machine("a100_pciex2")), "m one": topology(machine("mesh1")),
+        "timeline 1": timeline(times(1, 1)),
+        "timeline 70": timeline(times(70, 70)),
+        "m mesh": topology(machine("mi300x")),
+        "m nodes": topology(machine("h100x9")),
+        "m pcie": topology(machine("a100_pciex2")),
+        "m one": topology(machine("mesh1")),
         "m dead": topology(machine("mesh5").degraded({"link 0>1": 0, "link 3>2": 5})),
         **{f"results {k}": results(RESULTS / f"{k}.json") for k in ("demo", "packed", "overhead")},
-    }  # fmt: skip
+    }
     return {**found, "together": together([found["rings"], found["links"]])}
 
 
@@ -180,15 +196,20 @@ def test_a_rank_has_one_colour_in_all_figures():
 def test_bad_requests_are_refused():
     p, docs = make("ring", 4), Documents.of(ROW)
     cases = [
-        (lambda: hops(p, step=3), "step 3 does not exist"), (lambda: hops(p, step=-1), "step -1"),
+        (lambda: hops(p, step=3), "step 3 does not exist"),
+        (lambda: hops(p, step=-1), "step -1"),
         (lambda: mask(p, rank=4), "rank 4 does not exist: ranks are 0..3"),
         (lambda: mask(p, rank=0, step=4), "step 4 does not exist"),
         (lambda: mask(make("ring", 2, docs=[0, 0])), "a row of 0 tokens"),
-        (lambda: mask(p, step=0), "give rank, too"), (lambda: mask(docs, rank=0), "have no ranks"),
-        (lambda: timeline([]), "at least one"), (lambda: memory(p, rank=4), "rank 4 does not exist"),
-        (lambda: mask(make("ring", 129)), "at most 128"), (lambda: hops(make("ring", 129)), "at most"),
-        (lambda: topology(machine("mesh129")), "at most"), (lambda: rings(p).save("r.png"), ".svg"),
-    ]  # fmt: skip
+        (lambda: mask(p, step=0), "give rank, too"),
+        (lambda: mask(docs, rank=0), "have no ranks"),
+        (lambda: timeline([]), "at least one"),
+        (lambda: memory(p, rank=4), "rank 4 does not exist"),
+        (lambda: mask(make("ring", 129)), "at most 128"),
+        (lambda: hops(make("ring", 129)), "at most"),
+        (lambda: topology(machine("mesh129")), "at most"),
+        (lambda: rings(p).save("r.png"), ".svg"),
+    ]
     for ask, what in cases:
         with pytest.raises(ValueError, match=what):
             ask()

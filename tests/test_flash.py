@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasp_core import flash
+from tasp_core.kernels import flash
 
 SCALE = 0.3
 
@@ -84,11 +84,19 @@ def read_back(lse: Tensor, layout: str, cu: Tensor, longest: int) -> Tensor:
 # --- fakes: signatures of the real packages, one body ---------------------------------------------
 
 SAME_THING = {
-    "query": "q", "key": "k", "value": "v", "cum_seq_q": "cu_seqlens_q",
-    "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
-    "is_causal": "causal", "scale": "softmax_scale", "softmax_lse": "lse", "logsumexp": "lse",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "cum_seq_q": "cu_seqlens_q",
+    "cum_seq_k": "cu_seqlens_k",
+    "max_q": "max_seqlen_q",
+    "max_k": "max_seqlen_k",
+    "is_causal": "causal",
+    "scale": "softmax_scale",
+    "softmax_lse": "lse",
+    "logsumexp": "lse",
     "grad_out": "dout",
-}  # fmt: skip
+}
 OURS = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k causal softmax_scale return_lse "
 OURS += "dout dq dk dv deterministic rng_state unused num_threads m_block_size num_splits sm_margin"
 seen = SimpleNamespace(calls=0, deterministic=None)
@@ -176,46 +184,73 @@ FLASH3 = ("_flash_attn_forward", "_flash_attn_backward")
 NONE_3 = "page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, "
 
 FLASH2_25 = (
-    function(FLASH2[0], f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size, "
-             "alibi_slopes, return_softmax, block_table", "forward, 8 values"),
-    function(FLASH2[1], f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {LENGTHS}, dropout_p, "
-             "softmax_scale, causal, window_size, alibi_slopes, deterministic, rng_state=None",
-             "gradients and delta"),
-)  # fmt: skip
+    function(
+        FLASH2[0],
+        f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size, "
+        "alibi_slopes, return_softmax, block_table",
+        "forward, 8 values",
+    ),
+    function(
+        FLASH2[1],
+        f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {LENGTHS}, dropout_p, "
+        "softmax_scale, causal, window_size, alibi_slopes, deterministic, rng_state=None",
+        "gradients and delta",
+    ),
+)
 FLASH2_28 = (
-    function(FLASH2[0], f"op:q: T, k: T, v: T, {OP_LENGTHS}, dropout_p: float, "
-             f"softmax_scale: float, causal: bool, {OP_WINDOW} softcap: float = 0.0, "
-             "alibi_slopes: Opt = None, return_softmax: bool = False, block_table: Opt = None, "
-             "leftpad_k: Opt = None, seqused_k: Opt = None, zero_tensors: bool = False",
-             "forward, 4 values"),
-    function(FLASH2[1], f"op:{OP_GIVEN} dq: Opt, dk: Opt, dv: Opt, {OP_LENGTHS}, "
-             "dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, "
-             "window_size_right: int, softcap: float, alibi_slopes: Opt, deterministic: bool, "
-             "rng_state: Opt = None, zero_tensors: bool = False", "delta"),
-)  # fmt: skip
+    function(
+        FLASH2[0],
+        f"op:q: T, k: T, v: T, {OP_LENGTHS}, dropout_p: float, "
+        f"softmax_scale: float, causal: bool, {OP_WINDOW} softcap: float = 0.0, "
+        "alibi_slopes: Opt = None, return_softmax: bool = False, block_table: Opt = None, "
+        "leftpad_k: Opt = None, seqused_k: Opt = None, zero_tensors: bool = False",
+        "forward, 4 values",
+    ),
+    function(
+        FLASH2[1],
+        f"op:{OP_GIVEN} dq: Opt, dk: Opt, dv: Opt, {OP_LENGTHS}, "
+        "dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, "
+        "window_size_right: int, softcap: float, alibi_slopes: Opt, deterministic: bool, "
+        "rng_state: Opt = None, zero_tensors: bool = False",
+        "delta",
+    ),
+)
 FLASH3_28 = (
-    function(FLASH3[0], "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, "
-             f"cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, {NONE_3}"
-             "k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, "
-             "attention_chunk=0, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
-             "forward, 4 values"),
-    function(FLASH3[1], "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, "
-             "sequed_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, "
-             "window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
-             "gradients and delta"),
-)  # fmt: skip
+    function(
+        FLASH3[0],
+        "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, "
+        f"cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, {NONE_3}"
+        "k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, "
+        "attention_chunk=0, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
+        "forward, 4 values",
+    ),
+    function(
+        FLASH3[1],
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, "
+        "sequed_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal, "
+        "window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
+        "gradients and delta",
+    ),
+)
 FLASH3_OPS = (
-    function(FLASH3[0], "op:q: T, k: T, v: T, k_new: Opt = None, v_new: Opt = None, "
-             f"qv: Opt = None, out_: Opt = None, {OP_OPTIONAL} max_seqlen_q: int | None = None, "
-             "max_seqlen_k: int | None = None, softmax_scale: float | None = None, "
-             f"causal: bool = False, {OP_WINDOW} softcap: float = 0.0, num_splits: int = 1",
-             "forward, 4 values"),
-    function(FLASH3[1], f"op:{OP_GIVEN} {OP_OPTIONAL} sequed_q: Opt = None, sequed_k: Opt = None, "
-             "max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Opt = None, "
-             "dk: Opt = None, dv: Opt = None, softmax_scale: float | None = None, "
-             f"is_causal: bool = False, {OP_WINDOW} softcap: float = 0.0, "
-             "deterministic: bool = False, sm_margin: int = 0", "delta"),
-)  # fmt: skip
+    function(
+        FLASH3[0],
+        "op:q: T, k: T, v: T, k_new: Opt = None, v_new: Opt = None, "
+        f"qv: Opt = None, out_: Opt = None, {OP_OPTIONAL} max_seqlen_q: int | None = None, "
+        "max_seqlen_k: int | None = None, softmax_scale: float | None = None, "
+        f"causal: bool = False, {OP_WINDOW} softcap: float = 0.0, num_splits: int = 1",
+        "forward, 4 values",
+    ),
+    function(
+        FLASH3[1],
+        f"op:{OP_GIVEN} {OP_OPTIONAL} sequed_q: Opt = None, sequed_k: Opt = None, "
+        "max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Opt = None, "
+        "dk: Opt = None, dv: Opt = None, softmax_scale: float | None = None, "
+        f"is_causal: bool = False, {OP_WINDOW} softcap: float = 0.0, "
+        "deterministic: bool = False, sm_margin: int = 0",
+        "delta",
+    ),
+)
 FLASH4 = (
     "{} cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None"
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tasp_core as tasp
-from tasp_core.formulas import RowBytes, formula, wire_bytes
+from tasp_core.costs.bytes import RowBytes, formula, wire_bytes
 
 ROW = RowBytes.of(8, 2, 64, 2)
 DENSE = tasp.Documents.of([480], causal=False)

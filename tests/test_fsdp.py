@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tasp_core as tasp
 from tasp_core.integrations.fsdp import add_up, flat, shard_parameters
-from tasp_core.kernels import oracle
-from tasp_core.lab.llama import TinyLlama
-from tasp_core.transport import Exchange
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.training.llama import TinyLlama
+from tasp_core.runtime.exchange import Exchange
 
 ROWS = (tasp.Documents.of([13, 1, 29, 7]), tasp.Documents.of([20, 33]))  # of unequal tokens
 CALLS = [(dist, name) for name in ("all_gather", "all_reduce")] + [

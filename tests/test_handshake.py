@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import tasp_core as tasp
-from tasp_core import transport
-from tasp_core.lab.measure import Inputs, Judge, run_rank
-from tasp_core.lower import lower
-from tasp_core.parcels import TAGS, Parcel
-from tasp_core.transport import Exchange
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lowering.lower import lower
+from tasp_core.runtime import exchange as transport
+from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.packing import TAGS, Parcel
 
 DOCS = tasp.Documents.of([137, 201, 46])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)

@@ -9,7 +9,7 @@ import pytest
 
 import tasp_core as tasp
 from tasp_core.schedules import KV, OUT, Meets, Q
-from tasp_core.schedules.helper import Helper
+from tasp_core.schedules.query_moving import Helper
 
 
 @pytest.mark.parametrize("ranks", range(2, 10))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import tasp_core as tasp
-from tasp_core import transport
-from tasp_core.lab.measure import Inputs, Judge, run_rank
-from tasp_core.launch import RankError
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.runtime import exchange as transport
+from tasp_core.runtime.launch import RankError
 
 DOCS = tasp.Documents.of([137, 201, 46])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import tasp_core as tasp
-from tasp_core.integrations.inputs import documents_of, signature
-from tasp_core.integrations.transformers import sequence_parallel, shard_inputs
+from tasp_core.integrations.inputs import documents_of, shard_inputs, signature
+from tasp_core.integrations.transformers import sequence_parallel
 
 hf.logging.set_verbosity_error()
 LENGTHS = [17, 1, 22, 8]
@@ -27,9 +27,13 @@ OLDER = (
     int(hf.__version__.split(".")[0]) < 5
 )  # of encoders, none goes through its attention interface
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 1,
+}
 DECODER = {"num_key_value_heads": 2, "attention_dropout": 0.0}
 ENCODER = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EXPERTS = {
@@ -49,8 +53,10 @@ def model(kind, **options):
         "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16, **DECODER, **EXPERTS},
         "Olmoe": {"num_experts": 4, **DECODER, **EXPERTS},
         "Qwen2VLText": {**DECODER, **MROPE},
-        "Bert": ENCODER, "Roberta": ENCODER, "Electra": {**ENCODER, "embedding_size": 32},
-    }  # fmt: skip
+        "Bert": ENCODER,
+        "Roberta": ENCODER,
+        "Electra": {**ENCODER, "embedding_size": 32},
+    }
     name, _, head = kind.partition("For")
     options = {**SIZES, **config.get(name, DECODER), "use_cache": False, **options}
     made = getattr(hf, f"{name}Config")(**options)
@@ -136,7 +142,7 @@ WAYS = {  # kind of model, what it is given, positions that the stock model is g
         {"position_ids": torch.cat([positions_of()[None, None], IMAGE])},
         IMAGE,
     ),
-}  # fmt: skip
+}
 
 
 def told(rank, group, ranks):
@@ -193,8 +199,10 @@ def test_what_two_inputs_tell_must_agree():
             shard_inputs({"input_ids": token_ids(), name: other}, p)
     agreeing = {"cu_seq_lens_q": cu, "attention_mask": numbers(1, 2, 3, 4), "max_length_q": 22}
     assert shard_inputs({"input_ids": token_ids(), **agreeing}, p).keys() == {
-        "input_ids", "position_ids", "tasp"
-    }  # fmt: skip
+        "input_ids",
+        "position_ids",
+        "tasp",
+    }
     assert documents_of(agreeing, TOTAL) == DOCS
     assert documents_of({"attention_mask": torch.ones(1, TOTAL)}, TOTAL) is None
 
@@ -220,7 +228,10 @@ def test_positions_that_do_not_tell_need_cu_seqlens_or_a_plan():
 
 BLOCKS = numbers(1, 2, 3, 4)[0][:, None] == numbers(1, 2, 3, 4)[0][None]
 REFUSED = [
-    ({"attention_mask": BLOCKS[None, None]}, r"\[1, 1, 48, 48\] says for pairs of tokens what is visible"),
+    (
+        {"attention_mask": BLOCKS[None, None]},
+        r"\[1, 1, 48, 48\] says for pairs of tokens what is visible",
+    ),
     ({"attention_mask": torch.zeros(1, 1, TOTAL, TOTAL)}, "says for pairs of tokens"),
     ({"attention_mask": BLOCKS[None]}, r"\[1, 48, 48\] says for pairs"),
     ({"attention_mask": {"full_attention": BLOCKS}}, "is a dict of full_attention"),
@@ -232,10 +243,19 @@ REFUSED = [
     ({"attention_mask": torch.ones(1, TOTAL - 1)}, "by whole numbers|48 tokens a row"),
     ({"seq_idx": numbers(0, 1, 0, 2)}, "seq_idx must number documents in row order"),
     ({"seq_idx": numbers(0, 1, 2, 3)[:, 1:]}, r"seq_idx must be \[B, T\] with 48 tokens a row"),
-    ({"position_ids": torch.arange(TOTAL).view(1, 1, 1, TOTAL)}, r"must be \[T\], \[B, T\], \[3, B, T\]"),
+    (
+        {"position_ids": torch.arange(TOTAL).view(1, 1, 1, TOTAL)},
+        r"must be \[T\], \[B, T\], \[3, B, T\]",
+    ),
     ({"position_ids": torch.arange(5, TOTAL + 5)[None]}, "must count 0, 1, 2"),
-    ({"cu_seqlens": [0, 48], "max_length_q": 22}, "max_length_q is 22, the longest document has 48"),
-    ({"loss_mask": torch.ones(1, TOTAL)}, r"loss_mask = a tensor \[1, 48\].*labels of tokens that do not"),
+    (
+        {"cu_seqlens": [0, 48], "max_length_q": 22},
+        "max_length_q is 22, the longest document has 48",
+    ),
+    (
+        {"loss_mask": torch.ones(1, TOTAL)},
+        r"loss_mask = a tensor \[1, 48\].*labels of tokens that do not",
+    ),
     ({"weights_of_tokens": torch.ones(1, TOTAL, 3)}, "does not know this input"),
     ({"head_mask": torch.ones(2, 4)}, "head_mask = .*no plan has one"),
     ({"past_key_values": hf.DynamicCache()}, "past_key_values = DynamicCache: .*not for decoding"),
@@ -248,14 +268,17 @@ REFUSED = [
     ({"pixel_values": torch.ones(4, 3)}, "pixel_values = .*image"),
     ({"image_grid_thw": torch.ones(1, 3)}, "image_grid_thw = .*does not know this input"),
     ({"temperature": 0.5}, "temperature = 0.5: a plan does not know"),
-    ({"labels": torch.zeros(1, TOTAL)}, "labels must be token ids, whole numbers, got torch.float32"),
+    (
+        {"labels": torch.zeros(1, TOTAL)},
+        "labels must be token ids, whole numbers, got torch.float32",
+    ),
     ({"labels": torch.ones(1, TOTAL, dtype=torch.bool)}, "got torch.bool"),
     ({"labels": torch.zeros(1, dtype=torch.int64)}, r"labels must be \[B, T\] = \[1, 48\]"),
     ({"shift_labels": token_ids()}, "without labels"),
     ({"inputs_embeds": torch.zeros(1, TOTAL, 32)}, "both input_ids and inputs_embeds"),
     ({"token_type_ids": torch.zeros(1, TOTAL)[:, 1:]}, r"token_type_ids must be \[B, T\]"),
     ({"label_smoothing": 1.5}, "between 0 and 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("inputs", "message"), REFUSED)
@@ -267,9 +290,13 @@ def test_inputs_that_are_not_known_to_be_right(inputs, message):
 def test_inputs_that_ask_for_nothing_pass():
     p = tasp.plan(DOCS, 1)
     harmless = {
-        "labels": None, "past_key_values": None, "output_attentions": False, "logits_to_keep": 0,
-        "return_dict": True, "attention_mask": torch.ones(1, TOTAL, dtype=torch.bool),
-    }  # fmt: skip
+        "labels": None,
+        "past_key_values": None,
+        "output_attentions": False,
+        "logits_to_keep": 0,
+        "return_dict": True,
+        "attention_mask": torch.ones(1, TOTAL, dtype=torch.bool),
+    }
     found = shard_inputs({"input_ids": token_ids(), "use_cache": True, **harmless}, p)
     assert found.keys() == {"input_ids", "position_ids", "use_cache", "tasp"}
     net = model("LlamaForCausalLM")
@@ -353,10 +380,18 @@ def test_signatures_see_one_bit_and_the_order():
 # ---- losses and heads
 
 HEADS = [
-    "LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM",
-    "ElectraForTokenClassification", "LlamaForTokenClassification", "BertForTokenClassification",
-    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM",
-]  # fmt: skip
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "GPT2LMHeadModel",
+    "BertForMaskedLM",
+    "RobertaForMaskedLM",
+    "ElectraForTokenClassification",
+    "LlamaForTokenClassification",
+    "BertForTokenClassification",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+]
 
 if OLDER:
     new = ("GPT2", "Bert", "Roberta", "Electra", "Olmoe")
@@ -444,9 +479,7 @@ def test_losses_of_heads_are_the_stock_models(ranks, batch, times, extra):
 def test_label_smoothing_is_that_of_the_whole_row():
     kinds, ids = [HEADS[0], HEADS[3]], token_ids()
     wanted = {k: wanted_of(k, ids, DOCS, smoothing=0.1) for k in kinds}
-    for answer in tasp.launch(
-        of_rank, 2, kinds, plans(LENGTHS, 2), ids, {"label_smoothing": 0.1}
-    ):  # fmt: skip
+    for answer in tasp.launch(of_rank, 2, kinds, plans(LENGTHS, 2), ids, {"label_smoothing": 0.1}):
         close(answer, wanted)
 
 
@@ -493,26 +526,38 @@ def odd(name):
         return hf.LlamaForCausalLM(llama)
     if name == "long rope":
         llama = hf.LlamaConfig(
-            **SIZES, **DECODER, max_position_embeddings=20,
+            **SIZES,
+            **DECODER,
+            max_position_embeddings=20,
             rope_scaling={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-        )  # fmt: skip
+        )
         return hf.LlamaForCausalLM(llama)
     made = {
         "classes of rows": (hf.LlamaForSequenceClassification, llama),
         "classes of rows, bert": (hf.BertForSequenceClassification, bert),
         "answers": (hf.LlamaForQuestionAnswering, llama),
-        "more in the loss": (Weighted, llama), "inside": (Hidden, bert), "pooled": (Pooled, llama),
+        "more in the loss": (Weighted, llama),
+        "inside": (Hidden, bert),
+        "pooled": (Pooled, llama),
         "pooler": (hf.BertModel, bert),
-    }  # fmt: skip
+    }
     kind, config = made[name]
     return kind(config)
 
 
 LABEL = torch.zeros(1, TOTAL, dtype=torch.int64)
 ODD = [
-    ("classes of rows", {"labels": LABEL}, "LlamaForSequenceClassification is given labels, and its loss"),
+    (
+        "classes of rows",
+        {"labels": LABEL},
+        "LlamaForSequenceClassification is given labels, and its loss",
+    ),
     ("classes of rows", {}, r"output 'logits' has shape \[1, 5\] .*: it is not per token"),
-    ("classes of rows, bert", {"labels": LABEL[:, 0]}, "BertForSequenceClassification is given labels"),
+    (
+        "classes of rows, bert",
+        {"labels": LABEL[:, 0]},
+        "BertForSequenceClassification is given labels",
+    ),
     ("answers", {"labels": LABEL}, "LlamaForQuestionAnswering is given labels"),
     ("answers", {"start_positions": LABEL[:, 0]}, "start_positions = a tensor"),
     ("own loss function", {"labels": LABEL}, "its loss_function is '<lambda>'"),
@@ -522,7 +567,7 @@ ODD = [
     ("pooler", {}, "output 'pooler_output' has shape .*add_pooling_layer=False"),
     ("tuples", {}, "return_dict"),
     ("long rope", {}, "'dynamic' rotary positions: beyond 20 tokens .* the longest here has 22"),
-]  # fmt: skip
+]
 
 if OLDER:
     ODD = [case for case in ODD if case[0] not in ("classes of rows, bert", "inside", "pooler")]

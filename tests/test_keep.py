@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.measure import Inputs
+from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.schedules import KV
 
 DOCS = tasp.Documents.of([137, 300, 75])

@@ -14,11 +14,16 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core import execute, kernels, views
-from tasp_core.kernels import AtenCpu, Math, VarlenKernel, oracle, resolve
-from tasp_core.lab.measure import NAMES, Inputs, Judge
-from tasp_core.program import Call
-from tasp_core.tiles import Sequences
+from tasp_core import kernels
+from tasp_core.kernels import views
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.kernels.reference import Math, oracle
+from tasp_core.kernels.resolve import resolve
+from tasp_core.kernels.varlen import VarlenKernel
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge
+from tasp_core.lowering.program import Call
+from tasp_core.runtime import execute
+from tasp_core.sequence.tiles import Sequences
 
 
 def by_autograd(inputs, docs, scale):
@@ -124,7 +129,7 @@ def test_packed_kernel_pads_head_dims_and_runs_a_row(lengths, causal, dims):
 def on_stand_in(rank, group, plans, inputs):
     kernels.resolve.cache_clear()
     kernels.resolve = lambda *_: VarlenKernel(StandIn())
-    from tasp_core.lab.measure import run_rank
+    from tasp_core.lab.bench.accuracy import run_rank
 
     return [run_rank(rank, group, p, inputs)[0] for p in plans]
 

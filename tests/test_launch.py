@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tasp_core as tasp
 from tasp_core.errors import TransportError
-from tasp_core.lab.measure import Inputs
+from tasp_core.lab.bench.accuracy import Inputs
 
 DOCS = tasp.Documents.of([13, 70, 7])
 INPUTS = Inputs.random(DOCS.total, 2, 1, 8)
@@ -24,7 +24,7 @@ PLAN = tasp.plan(DOCS, 4)
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch):
-    monkeypatch.setattr(sys.modules["tasp_core.launch"], "GRACE_S", 1.5)
+    monkeypatch.setattr(sys.modules["tasp_core.runtime.launch"], "GRACE_S", 1.5)
 
 
 def forward(rank, group):
@@ -150,9 +150,14 @@ def test_a_slow_rank_fails_nothing():
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"timeout_s": 5, "message_timeout_s": 5},
-     {"message_timeout_s": 0}, {"message_timeout_s": float("nan")}],
-)  # fmt: skip
+    [
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": 5, "message_timeout_s": 5},
+        {"message_timeout_s": 0},
+        {"message_timeout_s": float("nan")},
+    ],
+)
 def test_time_outs_that_cannot_be(options):
     with pytest.raises(tasp.PlanError, match=r"timeout_s must be .*got"):
         tasp.launch(lambda rank, group: rank, 1, **options)

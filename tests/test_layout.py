@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tasp_core as tasp
 from tasp_core import Documents, LayoutError, check, plan
-from tasp_core.layout import Layout, ranges
+from tasp_core.sequence.layouts import Layout, ranges
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 NAMES = sorted(tasp.layouts())
@@ -148,8 +148,11 @@ def test_share_cuts_partition_every_block(lengths, name, ranks, shares):
 def test_zigzag_blocks_are_the_front_and_the_back():
     layout = Layout("zigzag", Documents.of([16]), 4)
     assert [layout.tokens(r).tolist() for r in range(4)] == [
-        [0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]
-    ]  # fmt: skip
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
     assert layout.share_cuts(0, 2).tolist() == [[0, 1, 2], [2, 3, 4]]
     assert layout.shard(3).segments.tolist() == [[6, 10, 1]]  # adjacent blocks are one segment
     assert layout.shard(3).blocks.tolist() == [0, 2, 4]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from interpreter import assert_right
 
 from tasp_core import Documents, LayoutError, Plan, layouts, lower, plan, schedules, supports
-from tasp_core.buffers import place
-from tasp_core.program import Program
-from tasp_core.tiles import tile
+from tasp_core.lowering.buffers import place
+from tasp_core.lowering.program import Program
+from tasp_core.sequence.tiles import tile
 
 ROWS = ((64,), (7, 3), (40, 1, 0, 23), (1,) * 9, (2,), (0,), ())
 SEEDED = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -189,8 +189,9 @@ BROKEN = {
     "working_order": lambda keys: np.arange(len(keys.doc)),  # keys as they come
     "alike": lambda q, k: [],  # guests are forgotten
 }
-MODULE = {"place": "lower", "alike": "lower", "tile": "calls", "rounds": "calls"}
-MODULE["working_order"] = "tiles"
+MODULE = {"place": "lowering.lower", "alike": "lowering.lower", "tile": "lowering.kernel_calls"}
+MODULE["rounds"] = "lowering.kernel_calls"
+MODULE["working_order"] = "sequence.tiles"
 
 
 @pytest.mark.parametrize("name", list(BROKEN))

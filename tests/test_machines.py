@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasp_core import Bus, Machine, Plan, TopologyError, cut_bound, machine, plan
-from tasp_core.bound import into_gbps
-from tasp_core.parse_topology import Rates, is_topology, parse_topology
+from tasp_core.machines.bounds import into_gbps
+from tasp_core.machines.topology_text import Rates, is_topology, parse_topology
 
 TOPO = Path(__file__).parent / "topo"
 MESH4 = Machine("m", 4, link_gbps=10.0, nic_gbps=3.0)
@@ -172,8 +172,12 @@ def test_shared_nics():
     assert cut_bound(shared, 1e9) == pytest.approx(4 / 20)  # 4 KV into a node by 2 NICs
     three = Machine("t", 5, 2, port_gbps=1.0, nic_gbps=1.0, nics=3)
     assert [three.resources(r, 9)[0] for r in range(5)] == [
-        "nic_out 0", "nic_out 0", "nic_out 2", "nic_out 2", "nic_out 4",
-    ]  # fmt: skip
+        "nic_out 0",
+        "nic_out 0",
+        "nic_out 2",
+        "nic_out 2",
+        "nic_out 4",
+    ]
 
 
 def test_unequal_nodes():

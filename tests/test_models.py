@@ -41,8 +41,9 @@ from transformers import masking_utils
 import tasp_core as tasp
 from tasp_core.integrations import models
 from tasp_core.integrations.fsdp import shard_parameters
-from tasp_core.integrations.models import Mask, asked, prove, read_mask
-from tasp_core.integrations.transformers import NAME, sequence_parallel, shard_inputs
+from tasp_core.integrations.inputs import shard_inputs
+from tasp_core.integrations.models import NAME, Mask, asked, prove, read_mask
+from tasp_core.integrations.transformers import sequence_parallel
 
 hf.logging.set_verbosity_error()
 

@@ -17,13 +17,17 @@ from test_kernels import StandIn
 from test_pairing import GIANT, altered
 
 import tasp_core as tasp
-from tasp_core import Documents, Plan, parcels, plan, tensors
-from tasp_core.execute import Attention, Context, run_backward, run_forward
-from tasp_core.heads import split_heads
-from tasp_core.kernels import Kernel, Math, VarlenKernel, oracle
-from tasp_core.lab.measure import Inputs
-from tasp_core.transport import Exchange
-from tasp_core.ulysses import Group, Ulysses
+from tasp_core import Documents, Plan, plan
+from tasp_core.kernels.kernel import Kernel
+from tasp_core.kernels.reference import Math, oracle
+from tasp_core.kernels.varlen import VarlenKernel
+from tasp_core.lab.bench.accuracy import Inputs
+from tasp_core.planning.heads import split_heads
+from tasp_core.runtime import packing as parcels
+from tasp_core.runtime import sharding as tensors
+from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
+from tasp_core.runtime.ulysses import Group, Ulysses
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -135,7 +139,7 @@ def test_rows_under_way_are_anything_and_do_not_change():
 
 
 def test_collectives_wait_for_all_ranks_and_stand_in_the_stream(monkeypatch):
-    from tasp_core import transport
+    from tasp_core.runtime import exchange as transport
 
     double = Double(3)
     double.install(monkeypatch)
@@ -194,9 +198,14 @@ def inputs_of(docs: Documents, dtype: torch.dtype = torch.float64, dim: int = 8)
 
 
 def one_rank(
-    p: Plan, rank: int, group: Any, shards: list[torch.Tensor], kernel: Kernel, ends: Any,
+    p: Plan,
+    rank: int,
+    group: Any,
+    shards: list[torch.Tensor],
+    kernel: Kernel,
+    ends: Any,
     **options: Any,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv of a rank, as `attention` runs them."""
     q, k, v, dout = shards
     exchange = ends(group, range(rank % p.intra, p.ranks, p.intra))
@@ -219,9 +228,16 @@ def one_rank(
 
 
 def passes(
-    p: Plan, inputs: Inputs, monkeypatch: Any, *, kernel: Kernel | None = None, seed: int = 0,
-    eager: bool = False, ends: Any = Exchange, **options: Any,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    p: Plan,
+    inputs: Inputs,
+    monkeypatch: Any,
+    *,
+    kernel: Kernel | None = None,
+    seed: int = 0,
+    eager: bool = False,
+    ends: Any = Exchange,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv of the whole row, all ranks over the double."""
     double = Double(p.ranks, seed=seed, eager=eager)
     double.install(monkeypatch)
@@ -264,9 +280,13 @@ def cases() -> list[Any]:
             for options in ({}, *MORE.get(name, [])):
                 docs = Documents.of(dice.choice(ROWS), **dice.choice(MASKS))
                 keywords = {
-                    "docs": docs, "ranks": ranks, "schedule": name, "layout": layout,
-                    "machine": machine, "schedule_options": options,
-                }  # fmt: skip
+                    "docs": docs,
+                    "ranks": ranks,
+                    "schedule": name,
+                    "layout": layout,
+                    "machine": machine,
+                    "schedule_options": options,
+                }
                 some.append((keywords, dice.random() < 0.3, dice.choice([64, 1 << 20])))
     return some
 

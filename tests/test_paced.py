@@ -46,9 +46,13 @@ def comm(where, schedule, kv_bytes, options=None, backward=False):
     """(simulated communication, bound with a step's latency a node), large KV of float16."""
     docs = Documents.of([where.ranks * round(kv_bytes / 512)], causal=False)
     made = plan(
-        docs, where.ranks, schedule=schedule, layout="contiguous", machine=where,
+        docs,
+        where.ranks,
+        schedule=schedule,
+        layout="contiguous",
+        machine=where,
         schedule_options=options,
-    )  # fmt: skip
+    )
     found = simulate(made, where, heads=1, head_dim=128, backward=backward)
     assert found.bound_s == pytest.approx(
         cut_bound(where, kv_bytes) * (3 if backward and where.plain else 1), rel=1e-3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tasp_core as tasp
-from tasp_core.lab import packed
-from tasp_core.lab.lengths import row_lengths
-from tasp_core.lab.measure import Errors
+from tasp_core.lab.bench import packed
+from tasp_core.lab.bench.accuracy import Errors
+from tasp_core.lab.bench.document_lengths import row_lengths
 
 MOVED = {  # percent of a plain ring's, P = 8, 16, 64, mean of five seeds
     "pretraining": (0.45, 0.70, 1.15),
@@ -52,8 +52,11 @@ def test_gathers_cost_little():
 
 
 def test_nothing_is_timed_that_is_wrong(monkeypatch):
-    wrong = Errors(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1.0), {}, dict.fromkeys(
-        ("out", "lse", "dq", "dk", "dv"), 0.5))  # fmt: skip
+    wrong = Errors(
+        dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 1.0),
+        {},
+        dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.5),
+    )
     monkeypatch.setattr(packed, "verify", lambda *a, **k: (wrong, [0.0]))
     run = packed.timed(512, 2, repeats=1)
     assert not run["right"]

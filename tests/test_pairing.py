@@ -20,8 +20,8 @@ import torch
 
 import tasp_core as tasp
 from tasp_core import Documents, Plan, PlanError, check, lower, plan
-from tasp_core import parcels as posting
-from tasp_core.program import Program
+from tasp_core.lowering.program import Program
+from tasp_core.runtime import packing as posting
 from tasp_core.schedules import DKV, KINDS, KV, Hops, Schedule, Table
 
 RANKS = (2, 3, 4, 6, 8, 16)
@@ -53,9 +53,13 @@ def every_plan(
                     f"{name} {options or ''} x {layout} {p} {machine or 'one node'} {row} {mask}"
                 )
                 keywords = {
-                    "docs": Documents.of(ROWS[row], **MASKS[mask]), "ranks": p, "schedule": name,
-                    "layout": layout, "machine": machine, "schedule_options": options,
-                }  # fmt: skip
+                    "docs": Documents.of(ROWS[row], **MASKS[mask]),
+                    "ranks": p,
+                    "schedule": name,
+                    "layout": layout,
+                    "machine": machine,
+                    "schedule_options": options,
+                }
                 yield label, keywords
 
 
@@ -129,7 +133,7 @@ def run(
     Small messages are gathered in some programs and divided in others.
     """
     # what is computed does not change what is sent, and takes most of the time of lowering
-    monkeypatch.setattr(sys.modules["tasp_core.lower"], "compute", lambda *_: None)
+    monkeypatch.setattr(sys.modules["tasp_core.lowering.lower"], "compute", lambda *_: None)
     plans = hops = messages = 0
     for label, keywords in some:
         if not tasp.supports(**keywords):
@@ -177,9 +181,13 @@ GIANT = {
     "striped relay": {"layout": "striped", "schedule_options": {"relay": 3}, "ranks": 6},
     "contiguous 2x2": {"layout": "contiguous", "machine": "mesh2x2", "causal": False},
     "contiguous 3x2": {
-        "layout": "contiguous", "machine": "mesh3x2", "causal": False, "ranks": 6, "docs": (4096,),
+        "layout": "contiguous",
+        "machine": "mesh3x2",
+        "causal": False,
+        "ranks": 6,
+        "docs": (4096,),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GIANT)

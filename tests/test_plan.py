@@ -170,9 +170,14 @@ def test_json_without_a_key(key):
 
 @pytest.mark.parametrize(
     "change",
-    [{"schedule": "spiral"}, {"options": {"blocks": 1}}, {"documents": {"cu_seqlens": [0, 5, 3]}},
-     {"documents": {"lengths": [3]}}, {"machine": {"name": "m"}}],
-)  # fmt: skip
+    [
+        {"schedule": "spiral"},
+        {"options": {"blocks": 1}},
+        {"documents": {"cu_seqlens": [0, 5, 3]}},
+        {"documents": {"lengths": [3]}},
+        {"machine": {"name": "m"}},
+    ],
+)
 def test_json_of_impossible_plans(change):
     with pytest.raises(PlanError):
         Plan.from_json(tampered(**change))

@@ -29,9 +29,14 @@ def table_of(made, **options):
 
 def planned(schedule, layout="zigzag", machine=None, intra=1, ranks=4, **options):
     return plan(
-        DOCS, ranks, schedule=schedule, layout=layout, machine=machine, intra=intra,
+        DOCS,
+        ranks,
+        schedule=schedule,
+        layout=layout,
+        machine=machine,
+        intra=intra,
         schedule_options=options or None,
-    )  # fmt: skip
+    )
 
 
 BASES = {
@@ -49,12 +54,55 @@ BASES = {
     "groups": planned("tasp", ranks=8, intra=2),
 }
 POOL = [
-    None, True, False, -1, 0, 1, 2, 3, 5, 7, 10**9, 10**30, 0.5, 2.0, -0.0, float("nan"), float("inf"), 1e9,
-    "", "q", "4", "p2p", "all_to_all", "carrier pigeon", "ring", "table", "sap", "striped", "\ud800", [],
-    [1], [0, 1], {}, {"exchange": "all_to_all"}, {"schedule": "ring", "options": {}},
-    "t0 0>1 kv0.0", "t9 0>1 kv0.0", "t1 1>0 dkv9.0", ["t0 0>1 kv0.0"], [float("nan")] * 4, [-1] * 4,
-    ["1"] * 4, [True] * 4, [1, 1], [1, 1, 2, 0, 5], [float("inf")] * 4, [1e9] * 4, [99, 99, 9.0, 9.0],
-]  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    10**9,
+    10**30,
+    0.5,
+    2.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    1e9,
+    "",
+    "q",
+    "4",
+    "p2p",
+    "all_to_all",
+    "carrier pigeon",
+    "ring",
+    "table",
+    "sap",
+    "striped",
+    "\ud800",
+    [],
+    [1],
+    [0, 1],
+    {},
+    {"exchange": "all_to_all"},
+    {"schedule": "ring", "options": {}},
+    "t0 0>1 kv0.0",
+    "t9 0>1 kv0.0",
+    "t1 1>0 dkv9.0",
+    ["t0 0>1 kv0.0"],
+    [float("nan")] * 4,
+    [-1] * 4,
+    ["1"] * 4,
+    [True] * 4,
+    [1, 1],
+    [1, 1, 2, 0, 5],
+    [float("inf")] * 4,
+    [1e9] * 4,
+    [99, 99, 9.0, 9.0],
+]
 
 
 def leaves(value, path=()):
@@ -149,7 +197,11 @@ def fields_of(name, **change):
         ("table", {"promise": [float("nan")] * 4}, "NaN is no number of JSON"),
         ("table", {"promise": [-1, 1, 2.0, 0.0]}, "promise: inside must be .*>= 0, got -1"),
         ("table", {"promise": [1, True, 2.0, 0.0]}, "promise: across must be .* got True"),
-        ("table", {"promise": [1, 1, "2", 0.0]}, "promise: buffer must be a finite number .* got '2'"),
+        (
+            "table",
+            {"promise": [1, 1, "2", 0.0]},
+            "promise: buffer must be a finite number .* got '2'",
+        ),
         ("table", {"promise": [1, 1, 2.0, None]}, "promise: guests must be .* got None"),
         ("table", {"promise": [1, 1]}, r"promise must be 4 numbers"),
         ("table", {"promise": 3}, "promise must be a list of numbers, got 3"),
@@ -172,8 +224,16 @@ def fields_of(name, **change):
         ("table", {"hops": ["t\u0663 0>1 kv0.0"]}, "cannot read hop"),
         ("table", {"hops": "t0 0>1 kv0.0"}, "hops must be a list of words"),
         ("table", {"num_shares": 10**9}, "num_shares must be at most"),
-        ("table", {"like": {"schedule": "ring", "options": {}}}, "like must be a schedule that cuts"),
-        ("table", {"like": {"schedule": "sap", "options": {}}}, "num_shares is 1 .*they must be equal"),
+        (
+            "table",
+            {"like": {"schedule": "ring", "options": {}}},
+            "like must be a schedule that cuts",
+        ),
+        (
+            "table",
+            {"like": {"schedule": "sap", "options": {}}},
+            "num_shares is 1 .*they must be equal",
+        ),
         ("table of moved queries", {"num_shares": 1}, "they must be equal"),
         ("table", {"promisse": []}, "a key 'promisse' that no plan has"),
         ("ring", {"hops": []}, "a key 'hops' that no plan has"),
@@ -183,23 +243,43 @@ def fields_of(name, **change):
         ("wave on nodes", {"options": {"blocks": True, "twins": 0}}, "options.blocks must be int"),
         ("wave on nodes", {"options": {"blocks": "3"}}, "options.blocks must be int, got '3'"),
         ("moved queries", {"options": {"move_q": "yes"}}, "options.move_q must be bool"),
-        ("moved queries", {"options": {"buffer_tokens": -5}}, "buffer_tokens must be .*>= 0, got -5"),
+        (
+            "moved queries",
+            {"options": {"buffer_tokens": -5}},
+            "buffer_tokens must be .*>= 0, got -5",
+        ),
         ("trees", {"options": {"wires": "{", "shares": 1, "steps": 1, "floor": 0.0}}, "options: "),
         ("ring", {"machine": {"name": "m", "node_size": True}}, "machine.node_size must be"),
         ("ring", {"machine": {"name": 5, "node_size": 4}}, "machine.name must be text, got 5"),
-        ("ring", {"machine": {"name": "m", "node_size": 4, "link_gbps": True}}, "machine.link_gbps"),
+        (
+            "ring",
+            {"machine": {"name": "m", "node_size": 4, "link_gbps": True}},
+            "machine.link_gbps",
+        ),
         ("ring", {"machine": {"name": "m", "node_size": 4}}, "machine: .*have no route"),
         ("ring", {"machine": []}, r"machine must be an object, got \[\]"),
-        ("ring", {"documents": {"cu_seqlens": [0, 40.0], "causal": True, "window": None}},
-         "documents.cu_seqlens must be whole numbers >= 0, got 40.0"),
-        ("ring", {"documents": {"cu_seqlens": [0, 40], "causal": 1, "window": None}},
-         "documents.causal must be true or false, got 1"),
-        ("ring", {"documents": {"cu_seqlens": [0, 40], "causal": True, "window": "9"}},
-         "documents.window must be a whole number >= 1, got '9'"),
-        ("ring", {"documents": {"cu_seqlens": [0, 1 << 40], "causal": True, "window": None}},
-         "at most 2147483648 tokens"),
+        (
+            "ring",
+            {"documents": {"cu_seqlens": [0, 40.0], "causal": True, "window": None}},
+            "documents.cu_seqlens must be whole numbers >= 0, got 40.0",
+        ),
+        (
+            "ring",
+            {"documents": {"cu_seqlens": [0, 40], "causal": 1, "window": None}},
+            "documents.causal must be true or false, got 1",
+        ),
+        (
+            "ring",
+            {"documents": {"cu_seqlens": [0, 40], "causal": True, "window": "9"}},
+            "documents.window must be a whole number >= 1, got '9'",
+        ),
+        (
+            "ring",
+            {"documents": {"cu_seqlens": [0, 1 << 40], "causal": True, "window": None}},
+            "at most 2147483648 tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_no_plan_has_is_named(name, change, reason):
     with pytest.raises(PlanError, match=reason):
         Plan.from_json(fields_of(name, **change))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 COMMANDS = re.findall(r"^    (python -m tasp_core .*)$", README, flags=re.MULTILINE)
-RESULTS = ROOT / "visualize" / "results"
+RESULTS = ROOT / "visualize" / "recorded"
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -40,8 +40,15 @@ def test_commands(command):
 def test_the_script_for_two_processes(tmp_path):
     (tmp_path / "hello.py").write_text(SNIPPETS[0])
     assert len(SNIPPETS[0].splitlines()) <= 20
-    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "hello.py",
-               cwd=tmp_path)  # fmt: skip
+    done = run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "hello.py",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\[1065, 8, 64\] \[2130, 8, 64\] \d\.\d{4}", done.stdout.strip())
 
@@ -61,11 +68,14 @@ def test_the_demo_block_is_the_result_files():
         errors = row["errors"]
         grads = max(errors["ours"][n] for n in ("dq", "dk", "dv"))
         shown = (
-            f"{errors['ours']['out']:.1e}", f"{grads:.1e}", f"{errors['ratio']:.2f}x",
+            f"{errors['ours']['out']:.1e}",
+            f"{grads:.1e}",
+            f"{errors['ratio']:.2f}x",
             f"{max(row['bytes_sent']['forward']) / 1e6:.2f}",
-            f"{max(row['bytes_sent']['backward']) / 1e6:.2f}", f"{row['links_busy']:.1%}",
+            f"{max(row['bytes_sent']['backward']) / 1e6:.2f}",
+            f"{row['links_busy']:.1%}",
             f"{row['work_max_mean']:.3f}",
-        )  # fmt: skip
+        )
         at = -1
         for text in shown:  # in this order
             at = line.find(text, at + 1)
@@ -119,14 +129,17 @@ def test_the_emulated_links_are_the_result_file():
     for text in found:
         assert text in lines or text.startswith("TASP rails"), text
     goals = {g["text"]: g["found"] for g in result["goals"]}
-    worst = min(goals[f"{m} end to end, 20 Mbit/s, a device a rank, of min(7, 1/CCR), CCR 0.05 to 1"]
-                for m in ("TASP", "Zigzag-TASP"))  # fmt: skip
+    worst = min(
+        goals[f"{m} end to end, 20 Mbit/s, a device a rank, of min(7, 1/CCR), CCR 0.05 to 1"]
+        for m in ("TASP", "Zigzag-TASP")
+    )
     text = " ".join(lines.split())
     assert f"End to end {100 * worst:.0f} % of min(7, 1 / CCR) at 20 Mbit/s" in text
     shares = {
         (where, mbit): min(v for k, v in goals.items() if f"{mbit} Mbit/s, {where}, of min" in k)
-        for where in ("a device a rank", "ranks share cores") for mbit in (20, 50)
-    }  # fmt: skip
+        for where in ("a device a rank", "ranks share cores")
+        for mbit in (20, 50)
+    }
     (_, at_50), cores = list(shares.values())[:2], list(shares.values())[2:]
     assert f"(goal 85), {100 * at_50:.0f} % at 50" in text
     assert f"{100 * cores[0]:.0f} % and {100 * cores[1]:.0f} %. The simulator" in text

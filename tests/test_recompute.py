@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tasp_core as tasp
-from tasp_core.recompute import keep_attention
+from tasp_core.runtime.checkpointing import keep_attention
 
 DOCS = tasp.Documents.of([40, 57])
 CHANGES = {
@@ -128,9 +128,13 @@ def test_out_of_the_region_is_kept_too():
     p = tasp.plan(DOCS, 1)
     q, k, v = (torch.randn(97, 4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     out = checkpoint(
-        lambda q, k, v: tasp.attention(q, k, v, p), q, k, v,
-        use_reentrant=False, context_fn=keep_attention,
-    )  # fmt: skip
+        lambda q, k, v: tasp.attention(q, k, v, p),
+        q,
+        k,
+        v,
+        use_reentrant=False,
+        context_fn=keep_attention,
+    )
     out.mul_(2)
     with pytest.raises(RuntimeError, match=r"out of attention call 0 .*out = out \* 2"):
         out.sum().backward()

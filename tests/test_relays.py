@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasp_core as tasp
-from tasp_core.lab.lengths import row_lengths
-from tasp_core.lab.measure import Inputs, verify
-from tasp_core.lower import lower
+from tasp_core.lab.bench.accuracy import Inputs, verify
+from tasp_core.lab.bench.document_lengths import row_lengths
+from tasp_core.lowering.lower import lower
+from tasp_core.planning.work import work_of
 from tasp_core.schedules import KV, Promise
-from tasp_core.work import work_of
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
 ROW = tasp.Documents.of(row_lengths("sft", 16384, 1000))
@@ -22,17 +22,24 @@ ROW = tasp.Documents.of(row_lengths("sft", 16384, 1000))
 
 def sap(docs, ranks, relay, layout="balanced", **options):
     return tasp.plan(
-        docs, ranks, schedule="sap", layout=layout,
+        docs,
+        ranks,
+        schedule="sap",
+        layout=layout,
         schedule_options={"relay": relay, "buffer_tokens": 0, **options},
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    st.lists(st.integers(0, 120), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 9),
-    st.sampled_from(sorted(tasp.layouts())), st.booleans(), st.none() | st.integers(1, 40),
+    st.lists(st.integers(0, 120), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from(sorted(tasp.layouts())),
+    st.booleans(),
+    st.none() | st.integers(1, 40),
     st.sampled_from([0, 7, 60]),
-)  # fmt: skip
+)
 def test_proved_for_any_row(lengths, ranks, relay, layout, causal, window, buffer_tokens):
     docs = tasp.Documents.of(lengths, causal=causal, window=window)
     p = sap(docs, ranks, relay, layout, move_q=False, buffer_tokens=buffer_tokens)

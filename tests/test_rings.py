@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from tasp_core import Rings, TopologyError, cli, decompose
-from tasp_core.rings import node_rings
+from tasp_core import Rings, TopologyError, decompose
+from tasp_core.cli import app as cli
+from tasp_core.schedules.hamiltonian import node_rings
 
 NODES = [(m, u) for m in (2, 4, 6, 8) for u in (2, 3, 4, 5)]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasp_core as tasp
-from tasp_core.lower import lower
+from tasp_core.lowering.lower import lower
 from tasp_core.schedules import DKV, KV
-from tasp_core.schedules.helper import arrivals, return_arcs
+from tasp_core.schedules.routed import arrivals, return_arcs
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=9)
 

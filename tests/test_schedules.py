@@ -289,9 +289,21 @@ def test_words_parse_back(rows):
 
 @pytest.mark.parametrize(
     "word",
-    ["", "t3", "t3 2>5 kv1", "t3 2-5 kv1.4", "3 2>5 kv1.4", "t-1 2>5 kv1.4", "t3 2>5 qv1.4",
-     "t3 2>5 kv1x4", "t3 2>5 kv1.4 kv1.5", "t3 2>5 KV1.4", "t3 2>5 kv1.4.2", "t1.5 2>5 kv1.4"],
-)  # fmt: skip
+    [
+        "",
+        "t3",
+        "t3 2>5 kv1",
+        "t3 2-5 kv1.4",
+        "3 2>5 kv1.4",
+        "t-1 2>5 kv1.4",
+        "t3 2>5 qv1.4",
+        "t3 2>5 kv1x4",
+        "t3 2>5 kv1.4 kv1.5",
+        "t3 2>5 KV1.4",
+        "t3 2>5 kv1.4.2",
+        "t1.5 2>5 kv1.4",
+    ],
+)
 def test_words_that_are_no_hops(word):
     with pytest.raises(PlanError, match=r"cannot read hop .*; a hop looks like 't3 2>5 kv1\.4'"):
         Hops.parse(["t0 0>1 kv0.0", word])

@@ -20,7 +20,7 @@ from tasp_core import (
     simulate,
     supports,
 )
-from tasp_core.cli import app
+from tasp_core.cli.app import app
 
 LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 SHORT = Documents.of([300, 20, 1200, 5, 5, 700, 64, 900])
@@ -66,9 +66,12 @@ GRID = [
     (docs, name, heads, kv, causal)
     for docs in ([700], [50000], SHORT.lengths.tolist())
     for name, heads, kv, causal in (
-        ("mesh4", 8, 8, True), ("h100", 8, 2, True), ("mi300x", 32, 8, False), ("mesh4x2", 4, 1, True),
+        ("mesh4", 8, 8, True),
+        ("h100", 8, 2, True),
+        ("mi300x", 32, 8, False),
+        ("mesh4x2", 4, 1, True),
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("docs", "name", "heads", "kv", "causal"), GRID)
@@ -146,7 +149,8 @@ def test_degraded_machines_are_chosen_for():
 
 QUICK = """
 import sys, time
-from tasp_core import Documents, machine, select
+from tasp_core import Documents, machine
+from tasp_core import select
 docs, where = Documents.of(eval(sys.argv[1])), machine(sys.argv[2])
 began = time.process_time()
 select(docs, where, heads=32, kv_heads=8, head_dim=128)

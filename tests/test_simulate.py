@@ -16,8 +16,8 @@ from tasp_core import (
     schedules,
     simulate,
     supports,
-)  # fmt: skip
-from tasp_core.traffic import Traffic, charge
+)
+from tasp_core.costs.traffic import Traffic, charge
 
 QUICK = {"latency_s": 0.0, "message_s": 0.0, "tflops": 0.0}
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tasp_core import Documents, PlanError, TopologyError, machine, plan, simulate
-from tasp_core.cli import app
+from tasp_core.cli.app import app
 
 
 def full(tokens, ranks, schedule, where, **options):
@@ -53,7 +53,7 @@ def test_rank_0_stands_for_all(schedule, monkeypatch):
     p = full(15 * 14 * 8, 16, schedule, where)
     for backward in (False, True):
         one_by_one = run(p, backward=backward)
-        monkeypatch.setattr(sys.modules["tasp_core.simulate"], "MANY_HOPS", 0)
+        monkeypatch.setattr(sys.modules["tasp_core.costs.simulate"], "MANY_HOPS", 0)
         alike = run(p, backward=backward)
         monkeypatch.undo()
         assert alike.total_s == pytest.approx(one_by_one.total_s, rel=1e-9)

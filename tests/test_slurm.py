@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tasp_core import machine
-from tasp_core.lab.metrics import read
+from tasp_core.lab.training.metrics import read
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
@@ -45,8 +45,9 @@ class Cluster(NamedTuple):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def submit(self, job: str, *arguments: str, options: str = "", probe: bool = False,
-               **settings: str) -> Job:  # fmt: skip
+    def submit(
+        self, job: str, *arguments: str, options: str = "", probe: bool = False, **settings: str
+    ) -> Job:
         """Submit a job's file; with `probe` its program is replaced by the probe."""
         path = ROOT / "slurm" / job
         if probe:
@@ -122,22 +123,32 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
     """All at once: three run side by side, the longest first."""
     saved = str(cluster.folder / "saved")
     return {
-        "limit": cluster.submit("train.sbatch", "save", saved, probe=True,
-                                options="--time=2 --signal=B:USR1@45"),
+        "limit": cluster.submit(
+            "train.sbatch", "save", saved, probe=True, options="--time=2 --signal=B:USR1@45"
+        ),
         "meet": cluster.submit("bench_h100_multinode.sbatch", "meet", "a b", "c", probe=True),
         "unset": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE=""),
         "blind": cluster.submit("bench_mi300x.sbatch", TASP_DEVICE="rocm", SLURM_GPUS_ON_NODE="2"),
         "refuses": cluster.submit("bench_mi300x.sbatch", "refuse", "3 is odd", probe=True),
         "killed": cluster.submit("bench_h100_multinode.sbatch", "die", "3", probe=True),
         "dry": cluster.submit("calibrate.sbatch", "--dry-run"),
-        "bench": cluster.submit("bench_h100_multinode.sbatch", *SMALL, "--machine", "mesh2x2",
-                                "--lengths", "256", "--methods", "ring,tasp"),
+        "bench": cluster.submit(
+            "bench_h100_multinode.sbatch",
+            *SMALL,
+            "--machine",
+            "mesh2x2",
+            "--lengths",
+            "256",
+            "--methods",
+            "ring,tasp",
+        ),
         "calibrate": cluster.submit("calibrate.sbatch"),
-        "sweep": cluster.submit("array_sweep.sbatch", *SMALL, options="--array=0-1",
-                                SCHEDULES="tasp", LENGTHS="256 512"),
+        "sweep": cluster.submit(
+            "array_sweep.sbatch", *SMALL, options="--array=0-1", SCHEDULES="tasp", LENGTHS="256 512"
+        ),
         "straight": cluster.submit("train.sbatch", *TRAIN),
         "requeued": cluster.submit("train.sbatch", *TRAIN),
-    }  # fmt: skip
+    }
 
 
 def test_status_lists_the_nodes(cluster):

@@ -17,13 +17,20 @@ ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "slurm"
 JOBS = sorted(path.name for path in SLURM.glob("*.sbatch"))
 SITE = {
-    "SBATCH_PARTITION": "gpu", "SBATCH_GPUS_PER_NODE": "h100:8", "TASP_DEVICE": "cuda",
-    "TASP_INTERFACE": "ib0", "TASP_RENDEZVOUS": "%n-ib0",
-}  # fmt: skip
+    "SBATCH_PARTITION": "gpu",
+    "SBATCH_GPUS_PER_NODE": "h100:8",
+    "TASP_DEVICE": "cuda",
+    "TASP_INTERFACE": "ib0",
+    "TASP_RENDEZVOUS": "%n-ib0",
+}
 IN_A_JOB = {
-    "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8",
-    "SLURM_CPUS_ON_NODE": "96", "SLURMD_NODENAME": "a17", "SLURM_JOB_NAME": "night",
-}  # fmt: skip
+    "SLURM_JOB_ID": "41234",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_ON_NODE": "96",
+    "SLURMD_NODENAME": "a17",
+    "SLURM_JOB_NAME": "night",
+}
 
 
 def bash(
@@ -77,9 +84,14 @@ def test_a_dry_run_in_a_job_counts_by_slurm(job):
     printed = commands(job, "--last", "a b", settings=SITE | IN_A_JOB)
     options, program = torchrun(printed)
     assert options == {
-        "nnodes": "4", "nproc-per-node": "8", "max-restarts": "0", "tee": "3",
-        "rdzv-backend": "static", "rdzv-id": "41234", "rdzv-endpoint": "a17-ib0:11234",
-    }  # fmt: skip
+        "nnodes": "4",
+        "nproc-per-node": "8",
+        "max-restarts": "0",
+        "tee": "3",
+        "rdzv-backend": "static",
+        "rdzv-id": "41234",
+        "rdzv-endpoint": "a17-ib0:11234",
+    }
     assert program[-2:] == ["--last", "a b"]  # passed through, quoted, after the job's own
     for step in (words for words in printed if words[0] == "srun"):
         assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} < {*step}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import tasp_core as tasp
 from tasp_core import Documents, PlanError, plan
-from tasp_core.layout import Pieces
-from tasp_core.tiles import pair_table, rounds, take, tile, working_order
+from tasp_core.sequence.layouts import Pieces
+from tasp_core.sequence.tiles import pair_table, rounds, take, tile, working_order
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=250, database=None)
 WINDOWS = st.none() | st.sampled_from([1, 2, 3, 5, 8, 13, 40])

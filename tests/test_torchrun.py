@@ -12,22 +12,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasp_core.lab.metrics import read
+from tasp_core.lab.training.metrics import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
-OPTIONS = [
-    "--tokens=512", "--rows=2", "--steps=20", "--save-every=4", "--warmup=4", "--lr=1e-3"
-]  # fmt: skip
+OPTIONS = ["--tokens=512", "--rows=2", "--steps=20", "--save-every=4", "--warmup=4", "--lr=1e-3"]
 
 
 def start(out, ranks, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               "slurm/train.py", "--out", str(out), *OPTIONS, *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "slurm/train.py",
+        "--out",
+        str(out),
+        *OPTIONS,
+        *options,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process):

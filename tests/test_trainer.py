@@ -21,9 +21,14 @@ from tasp_core.integrations.transformers import sequence_parallel
 
 hf.logging.set_verbosity_error()
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
 GROUPS = [(1, 1), (2, 1), (4, 1), (2, 2)]  # ranks a row, rows at once
 
 
@@ -77,15 +82,27 @@ class Ordered(RowTrainer):
 def trainer(rank, ranks, rows, kind="ForCausalLM", trainer_class=Ordered, options=None, **given):
     """A trainer of this process, its model, its losses and its group."""
     world = ranks * rows
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     mesh = init_device_mesh("cpu", (rows, ranks), mesh_dim_names=("dp", "sp"))
     net, seen = model(kind), Seen()
     args = hf.TrainingArguments(
-        output_dir=tempfile.gettempdir(), use_cpu=True, logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, learning_rate=1e-2, ddp_find_unused_parameters=False,
+        output_dir=tempfile.gettempdir(),
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        ddp_find_unused_parameters=False,
         **(options or {}),
-    )  # fmt: skip
+    )
     given = {"data_collator": hf.DataCollatorWithFlattening(), "callbacks": [seen], **given}
     made = trainer_class(net, args, ranks=ranks, **given)
     group = mesh["sp"].get_group()
@@ -175,9 +192,11 @@ def test_predictions_and_metrics_are_those_of_whole_rows():
 
 def trained(rank, group, ranks, rows, kind, accumulate, smoothing):
     options = {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulate // rows,
-        "max_steps": 1, "label_smoothing_factor": smoothing,
-    }  # fmt: skip
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulate // rows,
+        "max_steps": 1,
+        "label_smoothing_factor": smoothing,
+    }
     data = documents(8, kind=kind)
     t, _, seen, inside = trainer(rank, ranks, rows, kind, options=options, train_dataset=data)
     with inside():
@@ -187,9 +206,13 @@ def trained(rank, group, ranks, rows, kind, accumulate, smoothing):
 
 @pytest.mark.parametrize(
     ("kind", "accumulate", "smoothing"),
-    [("ForCausalLM", 2, 0.0), ("ForTokenClassification", 2, 0.0), ("ForCausalLM", 2, 0.1),
-     ("ForTokenClassification", 4, 0.2)],
-)  # fmt: skip
+    [
+        ("ForCausalLM", 2, 0.0),
+        ("ForTokenClassification", 2, 0.0),
+        ("ForCausalLM", 2, 0.1),
+        ("ForTokenClassification", 4, 0.2),
+    ],
+)
 def test_steps_of_several_rows_are_those_of_one_process(kind, accumulate, smoothing):
     net = model(kind).double()
     total, count = sums(net, documents(8, kind=kind)[: 2 * accumulate], smoothing)
@@ -232,8 +255,10 @@ def silent(rank, group, ranks, logging_steps):
     data = documents(3)
     data[1] = {"input_ids": [5], "labels": [-100]}  # also a rank without tokens
     options = {
-        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_steps": 3,
-    }  # fmt: skip
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "max_steps": 3,
+    }
     t, net, seen, inside = trainer(rank, ranks, 1, options=options, train_dataset=data)
     t.args.logging_steps = t.state.logging_steps = logging_steps
     with inside():
@@ -266,11 +291,19 @@ def told(work):
 
 
 REFUSED = {  # options of the trainer, of its arguments, and what is said
-    "compute_loss_func": ({"compute_loss_func": lambda *a, **k: 0}, {}, "compute_loss_func is given"),
+    "compute_loss_func": (
+        {"compute_loss_func": lambda *a, **k: 0},
+        {},
+        "compute_loss_func is given",
+    ),
     "neftune": ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha scales its noise"),
     "dispatch": ({}, {"accelerator_config": {"dispatch_batches": True}}, "share batches out"),
-    "averaging": ({}, {"average_tokens_across_devices": False}, "average_tokens_across_devices=True"),
-}  # fmt: skip
+    "averaging": (
+        {},
+        {"average_tokens_across_devices": False},
+        "average_tokens_across_devices=True",
+    ),
+}
 
 
 def refusals(rank, group):

@@ -12,12 +12,13 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tasp_core as tasp
-from tasp_core.data import Cursor
-from tasp_core.lab import checkpoint, training
-from tasp_core.lab.llama import SIZES, Size
-from tasp_core.lab.metrics import read
-from tasp_core.lab.settings import Settings
-from tasp_core.lab.world import Stop
+from tasp_core.lab.training import checkpoint
+from tasp_core.lab.training import run as training
+from tasp_core.lab.training.data import Cursor
+from tasp_core.lab.training.llama import SIZES, Size
+from tasp_core.lab.training.metrics import read
+from tasp_core.lab.training.process_groups import Stop
+from tasp_core.lab.training.settings import Settings
 
 BASE = {"tokens": 256, "rows": 2, "steps": 8, "save_every": 2, "warmup": 2}
 
@@ -177,9 +178,12 @@ def test_a_checkpoint_is_tensors_and_text_and_loads_without_pickle(saved):
         ("schema", "has schema 99, this version reads 2"),
         ("size", r"is of another run: size 'tiny' \(now '15m'\)"),
         ("data", "is of another run: data"),
-        ("tensors", r"of another model: exp_avg.blocks.0.down.weight is \[64, 128\] there, \[64, 96\]"),
+        (
+            "tensors",
+            r"of another model: exp_avg.blocks.0.down.weight is \[64, 128\] there, \[64, 96\]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
     saved, tmp_path, harm, message, capsys
 ):

@@ -18,21 +18,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import tasp_core as tasp
+from tasp_core.integrations.inputs import shard_inputs
+from tasp_core.integrations.models import NAME
 from tasp_core.integrations.trainer import RowTrainer
-from tasp_core.integrations.transformers import (
-    NAME,
-    sequence_parallel,
-    shard_inputs,
-)
-from tasp_core.recompute import keep_attention
-from tasp_core.transport import Exchange
+from tasp_core.integrations.transformers import sequence_parallel
+from tasp_core.runtime.checkpointing import keep_attention
+from tasp_core.runtime.exchange import Exchange
 
 hf.logging.set_verbosity_error()
 DOCS = tasp.Documents.of([13, 1, 0, 29, 7])
 SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 KINDS = {  # name: kind of model and its options
     "Llama": ("Llama", {}),
@@ -151,8 +154,10 @@ def test_prefill_without_generate(mode):
         outs = [net(input_ids=ids[:, a:b], use_cache=True) for a, b in spans()]
     caches = [getattr(o, "cache", None) or o.past_key_values for o in outs]
     wanted = (
-        torch.cat([o.logits for o in outs], 1), torch.cat([c.layers[1].keys for c in caches], 2), None
-    )  # fmt: skip
+        torch.cat([o.logits for o in outs], 1),
+        torch.cat([c.layers[1].keys for c in caches], 2),
+        None,
+    )
     for answer in tasp.launch(prefill, 2, tasp.plan(DOCS, 2), ids, mode):
         close(answer, wanted)
 
@@ -214,7 +219,7 @@ def test_checkpointed_layers_and_their_messages():
         ({"input_ids": [[1] * 49]}, "rows have 49 tokens, the plan is for 50"),
         ({"input_ids": None}, "no input_ids and no inputs_embeds"),
     ],
-)  # fmt: skip
+)
 def test_inputs_that_do_not_fit_the_plan(inputs, message):
     given = {k: v if v is None else torch.tensor(v) for k, v in inputs.items()}
     with pytest.raises(tasp.PlanError, match=message):
@@ -226,10 +231,18 @@ def test_models_that_do_not_fit_the_plan():
     windowed = tasp.plan(tasp.Documents.of(DOCS.lengths, window=4), 1)
     cases = [
         (model(attention_dropout=0.1).train(), p, "dropout 0.1, which no plan has"),
-        (model(), tasp.plan(tasp.Documents.of(DOCS.lengths, causal=False), 1), "is causal, the plan full"),
-        (model("Mistral", sliding_window=8), windowed, "layer 0 has window 8, the plan 4; give the plan"),
+        (
+            model(),
+            tasp.plan(tasp.Documents.of(DOCS.lengths, causal=False), 1),
+            "is causal, the plan full",
+        ),
+        (
+            model("Mistral", sliding_window=8),
+            windowed,
+            "layer 0 has window 8, the plan 4; give the plan",
+        ),
         (model(), windowed, "layer 0 has window None, the plan 4"),
-    ]  # fmt: skip
+    ]
     for net, given, message in cases:
         with pytest.raises(tasp.PlanError, match=message), sequence_parallel(net, given):
             net(input_ids=ids)
@@ -266,8 +279,14 @@ class Losses(hf.TrainerCallback):
 def trained(rank, group, ranks, rows):
     """Losses and gradient norms of Trainer: `rows` rows at once, each on `ranks` ranks."""
     world = ranks * rows
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     mesh = init_device_mesh("cpu", (rows, ranks), mesh_dim_names=("dp", "sp"))
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 30, (16,), generator=generator).tolist()
@@ -276,10 +295,18 @@ def trained(rank, group, ranks, rows):
     ]
     net, losses = model(), Losses()
     args = hf.TrainingArguments(
-        output_dir=tempfile.gettempdir(), use_cpu=True, per_device_train_batch_size=4 // rows,
-        max_steps=3, logging_steps=1, save_strategy="no", report_to=[], seed=3, disable_tqdm=True,
-        learning_rate=1e-2, ddp_find_unused_parameters=False,
-    )  # fmt: skip
+        output_dir=tempfile.gettempdir(),
+        use_cpu=True,
+        per_device_train_batch_size=4 // rows,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=3,
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        ddp_find_unused_parameters=False,
+    )
     collator = hf.DataCollatorWithFlattening()
     trainer = RowTrainer(
         net, args, data_collator=collator, train_dataset=data, callbacks=[losses], ranks=ranks

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core import ulysses
-from tasp_core.heads import split_heads
-from tasp_core.lab.measure import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.planning.heads import split_heads
+from tasp_core.runtime import ulysses
 
 ROW = [67, 101, 0, 1, 44]
 INNER = (("ring", None), ("tasp", None), ("all_gather", None), ("sap", None), ("wave", "nodes"))

@@ -24,7 +24,8 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 import tasp_core as tasp
-from tasp_core import cli, torch_required
+from tasp_core import torch_required
+from tasp_core.cli import app as cli
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -110,7 +111,7 @@ DOORS = [
     "tasp.token_loss",
     "tasp.launch(print, 2)",
     "import tasp_core.kernels",
-    "import tasp_core.lab.measure",
+    "import tasp_core.lab.bench.accuracy",
 ]
 FAKES = {
     "older": "import torch; torch.__version__ = '2.8.0'",
@@ -120,9 +121,14 @@ FAKES = {
 
 def process(*command: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, env={**os.environ, **env}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("fake", FAKES)
@@ -159,7 +165,7 @@ def test_every_door_names_it_and_planning_goes_on(fake):
     ],
 )
 def test_the_command_line_says_so_with_exit_code_2(fake, words):
-    program = f"from tasp_core.cli import main\nsys.argv[1:] = {words.split()}\nmain()"
+    program = f"from tasp_core.cli.app import main\nsys.argv[1:] = {words.split()}\nmain()"
     done = process(sys.executable, "-c", f"import sys\n{FAKES[fake]}\n{program}")
     assert done.returncode == 2, done.stdout
     assert done.stdout.startswith("error: torch"), done.stdout
@@ -247,8 +253,17 @@ def install(python: Path, *what: str | Path) -> None:
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     done = process(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ROOT,
+    )
     assert done.returncode == 0, done.stdout
     (built,) = folder.glob("*.whl")
     return built
@@ -284,9 +299,18 @@ def test_a_wheel_in_a_fresh_environment(case, wheel, capsys):
         with capsys.disabled():
             print(f"\n{case.python}: {versions(python)}")
         done = process(
-            python, "-P", "-m", "pytest", "-q", "-o", "addopts=", "-m", "not full and not slow",
-            *(f"tests/{x}" for x in case.tests), cwd=folder,
-        )  # fmt: skip
+            python,
+            "-P",
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-m",
+            "not full and not slow",
+            *(f"tests/{x}" for x in case.tests),
+            cwd=folder,
+        )
         assert done.returncode == 0, done.stdout
         with capsys.disabled():
             print(f"{case.python}: {done.stdout.strip().splitlines()[-1]}")
@@ -315,7 +339,11 @@ def check_planning(python: Path, folder: Path) -> None:
     assert load == str(tasp.check(here).max_load), done.stdout
     assert len(error) == 1, done.stdout
     assert error[0].startswith("torch is not installed"), done.stdout
-    for words, code in ((["plan", "--docs", "600,90", "--ranks", "3"], 0), (["--help"], 0),
-                        (["plan", "--help"], 0), (["run", "--docs", "9"], 2)):  # fmt: skip
+    for words, code in (
+        (["plan", "--docs", "600,90", "--ranks", "3"], 0),
+        (["--help"], 0),
+        (["plan", "--help"], 0),
+        (["run", "--docs", "9"], 2),
+    ):
         done = process(python, "-P", "-m", "tasp_core", *words, cwd=folder)
         assert done.returncode == code, (words, done.stdout)

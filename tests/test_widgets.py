@@ -50,8 +50,10 @@ def test_default_state_is_small_and_visible_without_a_kernel(name):
     explorer = getattr(widgets, name)()
     bundle = explorer._repr_mimebundle_()
     assert set(bundle) == {
-        "text/plain", "application/vnd.jupyter.widget-view+json", "image/svg+xml",
-    }  # fmt: skip
+        "text/plain",
+        "application/vnd.jupyter.widget-view+json",
+        "image/svg+xml",
+    }
     assert ET.fromstring(bundle["image/svg+xml"])[0].text == explorer.figure.title
     assert explorer.figure.title in bundle["text/plain"]
     assert len(json.dumps(dependency_state(explorer))) + len(json.dumps(bundle)) < 100_000

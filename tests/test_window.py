@@ -17,10 +17,12 @@ import torch
 from typer.testing import CliRunner
 
 import tasp_core as tasp
-from tasp_core import execute
-from tasp_core.cli import app
-from tasp_core.kernels import AtenCpu, Math, VarlenKernel, oracle
-from tasp_core.lab.measure import NAMES, Inputs, Judge, run_rank
+from tasp_core.cli.app import app
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.kernels.reference import Math, oracle
+from tasp_core.kernels.varlen import VarlenKernel
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.runtime import execute
 from tests.test_exact import Case, failures, results_of
 from tests.test_kernels import StandIn
 
@@ -48,9 +50,18 @@ def cases(ranks: int) -> list[Case]:
     ):
         window, documents = turn.choice(WINDOWS), turn.randrange(len(DOCUMENTS))
         machine = f"mesh{ranks // nodes}x{nodes}" if nodes and ranks % nodes == 0 else None
-        rows.append(Case(
-            ranks, schedule, machine, layout, causal, DOCUMENTS[documents], HEADS[documents], window
-        ))  # fmt: skip
+        rows.append(
+            Case(
+                ranks,
+                schedule,
+                machine,
+                layout,
+                causal,
+                DOCUMENTS[documents],
+                HEADS[documents],
+                window,
+            )
+        )
     return rows
 
 
@@ -226,8 +237,11 @@ def test_sap_moves_only_a_windows_reach_over_each_border():
     # every other stripe sees nothing of a token: window 2 of 4 ranks, one neighbour only
     two = tasp.plan(tasp.Documents.of([400], window=2), 4, schedule="sap", layout="striped")
     assert sorted(set(zip(*(x.tolist() for x in two.hops()[1:3]), strict=True))) == [
-        (0, 1), (1, 2), (2, 3), (3, 0),
-    ]  # fmt: skip
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 0),
+    ]
 
 
 def test_wrong_windows_are_seen(monkeypatch):
@@ -239,14 +253,14 @@ def test_wrong_windows_are_seen(monkeypatch):
     for wrong in ((20, 0), (18, 0), (19, 1)):
         bad_docs = tasp.Documents.of([300], window=20)
         bad_docs.__dict__["window_size"] = wrong  # they are equal, so nothing may be remembered
-        sys.modules["tasp_core.plan"]._planned.cache_clear()
+        sys.modules["tasp_core.planning.plan"]._planned.cache_clear()
         p = tasp.plan(bad_docs, 1)
         execute.program_of.cache_clear()
         assert not judge.errors([run_rank(0, None, p, inputs)[0]], p).ok
         with pytest.raises(tasp.PlanError, match="pairs are computed"):
             tasp.check(p)
     execute.program_of.cache_clear()
-    sys.modules["tasp_core.plan"]._planned.cache_clear()
+    sys.modules["tasp_core.planning.plan"]._planned.cache_clear()
 
 
 def test_plans_keep_their_window():

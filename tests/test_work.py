@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tasp_core import Documents, lower, plan
-from tasp_core.work import work_of
+from tasp_core.planning.work import work_of
 
 ROWS = {
     "one": Documents.of([257]),
@@ -18,15 +18,26 @@ ROWS = {
 @pytest.mark.parametrize(
     ("schedule", "layout", "machine"),
     [
-        ("ring", "zigzag", "mesh4"), ("tasp", "zigzag", "mesh4"), ("wave", "contiguous", "mesh2x2"),
-        ("helper", "contiguous", "mesh5"), ("token_ring", "contiguous", "mesh4"),
-        ("mesh", "contiguous", "mesh2x2"), ("sap", "contiguous", "mesh4"), ("sap", "balanced", "mesh3"),
+        ("ring", "zigzag", "mesh4"),
+        ("tasp", "zigzag", "mesh4"),
+        ("wave", "contiguous", "mesh2x2"),
+        ("helper", "contiguous", "mesh5"),
+        ("token_ring", "contiguous", "mesh4"),
+        ("mesh", "contiguous", "mesh2x2"),
+        ("sap", "contiguous", "mesh4"),
+        ("sap", "balanced", "mesh3"),
     ],
-)  # fmt: skip
+)
 def test_pairs_and_calls_are_those_of_the_lowered_programs(row, schedule, layout, machine):
     options = {"rows": 2} if schedule == "mesh" else None
-    made = plan(ROWS[row], int(machine[4:].replace("2x2", "4")), schedule=schedule, layout=layout,
-                machine=machine, schedule_options=options)  # fmt: skip
+    made = plan(
+        ROWS[row],
+        int(machine[4:].replace("2x2", "4")),
+        schedule=schedule,
+        layout=layout,
+        machine=machine,
+        schedule_options=options,
+    )
     ranks, steps = range(made.ranks), made.schedule.num_steps() + 1
     found = work_of(made, made.hops(), ranks, steps)
     pairs, calls = np.zeros((2, made.ranks, steps), dtype=np.int64)

@@ -7,7 +7,7 @@ All figures are modelled. Communication hides behind compute where its bar is th
 
 from __future__ import annotations
 
-from tasp_core.timeline import Timeline
+from tasp_core.costs.simulate import Timeline
 
 from .colours import ACCENT
 from .figure import Figure
@@ -54,7 +54,7 @@ def compare(timelines: Timelines) -> Figure:
     """Draw how long each plan takes, and what of it is compute and communication.
 
     Args:
-        timelines: of `tasp_core.simulate`, of one job: each bare or with a label: (label, timeline).
+        timelines: of `tasp_core.costs.simulate`, of one job: each bare or with a label: (label, timeline).
 
     Raises:
         ValueError: no timeline.
@@ -76,8 +76,13 @@ def compare(timelines: Timelines) -> Figure:
     best = min(some, key=lambda pair: pair[1].total_s)
     for i, pair in enumerate(some):
         marks += _row(*pair, 8 + ROW * i, scale, best=pair is best)
-    keys = legend([(BARS[0][1], "the pass"), (BARS[1][1], "compute alone"),
-                   (BARS[2][1], "communication alone")])  # fmt: skip
+    keys = legend(
+        [
+            (BARS[0][1], "the pass"),
+            (BARS[1][1], "compute alone"),
+            (BARS[2][1], "communication alone"),
+        ]
+    )
     title = f"Modelled: {best[0] or 'the pass'} is fastest with {seconds(best[1].total_s)}"
     note = (
         "Alone: as if the other took no time. A pass as long as compute alone hides communication. "
@@ -86,7 +91,8 @@ def compare(timelines: Timelines) -> Figure:
         note += "Dashed: no communication can be quicker on this machine (cut bound)."
     facts = (
         f"{label}: {seconds(t.total_s)}, compute {seconds(t.compute_s)}, communication "
-        f"{seconds(t.comm_s)}" for label, t in some
-    )  # fmt: skip
+        f"{seconds(t.comm_s)}"
+        for label, t in some
+    )
     drawn = stack([keys, Drawing(INNER, foot + 24, marks)], gap=16)
     return Figure(title, (note,), f"{title}. {'; '.join(facts)}.", drawn)

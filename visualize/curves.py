@@ -1,6 +1,6 @@
 """Curves: time against length with bound and prediction; speed-up against CCR with published points.
 
-    curves(table) -> [("time", Figure), ("speedup", Figure)]        table: tasp_core.lab.collect
+    curves(table) -> [("time", Figure), ("speedup", Figure)]        table: tasp_core.lab.bench.collect
 
 Measured points are discs joined by lines, predictions dashed lines, bounds dotted ones, published
 points (other machines) hollow squares.

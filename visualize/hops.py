@@ -80,13 +80,29 @@ def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
                 box = corner + 1j * (size - up)
                 tip = f"rank {rank} has {part:.0%} of rank {owner}'s KV" if n <= 16 else ""
                 edge = "#FFFFFF" if n <= 32 else "none"
-                marks.append(rect(box, complex(size, up), fill=colour(owner), stroke=edge,
-                                  name="held", tip=tip))  # fmt: skip
+                marks.append(
+                    rect(
+                        box,
+                        complex(size, up),
+                        fill=colour(owner),
+                        stroke=edge,
+                        name="held",
+                        tip=tip,
+                    )
+                )
             if guests[rank, owner]:
                 tip = f"rank {rank} has had {guests[rank, owner]:.0%} of rank {owner}'s queries"
                 inset = complex(0.25, 0.25) * size
-                fresh.append(rect(corner + inset, 2 * inset, stroke=colour(owner), width=3,
-                                  name="guest", tip=tip if n <= 16 else ""))  # fmt: skip
+                fresh.append(
+                    rect(
+                        corner + inset,
+                        2 * inset,
+                        stroke=colour(owner),
+                        width=3,
+                        name="guest",
+                        tip=tip if n <= 16 else "",
+                    )
+                )
             if new and n <= 24:
                 inner = corner + complex(1.5, 1.5)
                 fresh.append(rect(inner, complex(size - 3, size - 3), stroke=INK, width=1.5))

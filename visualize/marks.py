@@ -127,8 +127,18 @@ def text(
     name: str = "",
 ) -> Mark:
     """One line of text, its middle height at `at`; a halo parts it from what it crosses."""
-    return Mark("text", (at,), fill, size=size, words=words, anchor=anchor, bold=bold, halo=halo,
-                turn=turn, name=name)  # fmt: skip
+    return Mark(
+        "text",
+        (at,),
+        fill,
+        size=size,
+        words=words,
+        anchor=anchor,
+        bold=bold,
+        halo=halo,
+        turn=turn,
+        name=name,
+    )
 
 
 def small(at: complex, words: str, anchor: Anchor = "middle") -> Mark:

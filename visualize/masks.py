@@ -199,10 +199,15 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     mixed = many & own.any(axis=2)
     note += " Dark grey: several steps." * bool(mixed.any())
     return View(
-        np.concatenate([own, rest], axis=2), mixed,
-        [*tones, NEVER, OTHERS], [*names, "never", "other ranks"], holder,
-        [*keys, (OTHERS, "pairs of other ranks")], f"rank {rank} computes in", (note,),
-    )  # fmt: skip
+        np.concatenate([own, rest], axis=2),
+        mixed,
+        [*tones, NEVER, OTHERS],
+        [*names, "never", "other ranks"],
+        holder,
+        [*keys, (OTHERS, "pairs of other ranks")],
+        f"rank {rank} computes in",
+        (note,),
+    )
 
 
 def _view(what: Plan | Documents, grid: Grid, rank: int | None, step: int | None) -> View:

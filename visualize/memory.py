@@ -132,8 +132,12 @@ def joined(spans: list[Span]) -> list[Span]:
     for s in sorted(spans, key=lambda s: (s.first, s.low)):
         before = found[-1] if found else None
         if before and (s.kind, s.owner, s.first, s.last, s.low) == (
-            before.kind, before.owner, before.first, before.last, before.low + before.count
-        ):  # fmt: skip
+            before.kind,
+            before.owner,
+            before.first,
+            before.last,
+            before.low + before.count,
+        ):
             share = s.share if s.share == before.share else -1
             found[-1] = before._replace(share=share, count=before.count + s.count)
         else:

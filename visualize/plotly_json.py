@@ -113,9 +113,13 @@ def traces(marks: list[Mark]) -> list[Trace]:
 def _turned(m: Mark) -> dict[str, Any]:
     z = m.points[0]
     return {
-        "x": _short(z.real), "y": _short(z.imag), "text": m.words, "textangle": m.turn,
-        "showarrow": False, "font": {"size": _short(m.size), "color": m.fill},
-    }  # fmt: skip
+        "x": _short(z.real),
+        "y": _short(z.imag),
+        "text": m.words,
+        "textangle": m.turn,
+        "showarrow": False,
+        "font": {"size": _short(m.size), "color": m.fill},
+    }
 
 
 def _controls(names: list[str], active: int) -> dict[str, Any]:
@@ -142,13 +146,19 @@ def figure(drawing: Drawing, title: str, frames: Frames = (), active: int = 0) -
     width, height = round(drawing.width), round(drawing.height)
     axis = {"visible": False, "fixedrange": True}
     layout: dict[str, Any] = {
-        "width": width, "height": height + 90 * bool(frames), "showlegend": False,
+        "width": width,
+        "height": height + 90 * bool(frames),
+        "showlegend": False,
         "margin": {"l": 0, "r": 0, "t": 0, "b": 90 * bool(frames)},
-        "xaxis": {**axis, "range": [0, width]}, "yaxis": {**axis, "range": [height, 0]},
-        "plot_bgcolor": "#FFFFFF", "paper_bgcolor": "#FFFFFF", "hovermode": "closest",
-        "font": {"family": "sans-serif", "color": INK}, "meta": {"description": title},
+        "xaxis": {**axis, "range": [0, width]},
+        "yaxis": {**axis, "range": [height, 0]},
+        "plot_bgcolor": "#FFFFFF",
+        "paper_bgcolor": "#FFFFFF",
+        "hovermode": "closest",
+        "font": {"family": "sans-serif", "color": INK},
+        "meta": {"description": title},
         "annotations": [_turned(m) for m in drawing.marks if m.turn],
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {"data": data, "layout": layout}
     if frames:
         named = {name: traces(d.marks) for name, d in frames}

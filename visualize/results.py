@@ -1,6 +1,6 @@
 """Results: figures from result files, one panel a quantity; measured, modelled and quoted ones apart.
 
-    results("visualize/results/packed.json") -> Figure
+    results("visualize/recorded/packed.json") -> Figure
 
 A file says what it is by its `kind`; VIEWS lists what is drawn of each kind. Another file, or another
 choice, is drawn by giving the views:
@@ -50,27 +50,65 @@ class View(NamedTuple):
 
 VIEWS: dict[str, tuple[View, ...]] = {
     "demo": (
-        View("attention", ("label",), "seconds", "s", "measured",
-             "forward and backward pass, slowest rank, one run"),
-        View("attention", ("label",), "bytes_sent.forward", "B", "counted",
-             "bytes a rank sends forward; a disc: one rank"),
-        View("attention", ("label",), "work_max_mean", "", "counted", "work of the busiest rank / mean"),
+        View(
+            "attention",
+            ("label",),
+            "seconds",
+            "s",
+            "measured",
+            "forward and backward pass, slowest rank, one run",
+        ),
+        View(
+            "attention",
+            ("label",),
+            "bytes_sent.forward",
+            "B",
+            "counted",
+            "bytes a rank sends forward; a disc: one rank",
+        ),
+        View(
+            "attention",
+            ("label",),
+            "work_max_mean",
+            "",
+            "counted",
+            "work of the busiest rank / mean",
+        ),
     ),
     "packed": (
-        View("run.methods", ("layout", "schedule"), "wall_s", "s", "measured",
-             "forward and backward pass, wall time"),
-        View("planned", ("distribution", "ranks", "layout", "schedule"), "work_max_mean", "", "counted",
-             "work of the busiest rank / mean, mean of the seeds"),
+        View(
+            "run.methods",
+            ("layout", "schedule"),
+            "wall_s",
+            "s",
+            "measured",
+            "forward and backward pass, wall time",
+        ),
+        View(
+            "planned",
+            ("distribution", "ranks", "layout", "schedule"),
+            "work_max_mean",
+            "",
+            "counted",
+            "work of the busiest rank / mean, mean of the seeds",
+        ),
     ),
     "overhead": (
-        View("plain_cpu_s", ("plain kernel, run",), "", "s", "measured", "processor time of one process"),
+        View(
+            "plain_cpu_s",
+            ("plain kernel, run",),
+            "",
+            "s",
+            "measured",
+            "processor time of one process",
+        ),
         View("rank_cpu_s", ("rank",), "", "s", "measured", "processor time of each rank"),
     ),
     "capstone": (
         View("cases", ("name",), "seconds", "s", "measured", "communication on emulated machines"),
         View("cases", ("name",), "modelled_s", "s", "modelled", "the same passes, simulated"),
     ),
-}  # fmt: skip
+}
 
 
 def find(data: Any, path: str) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasp_core.timeline import Timeline
+from tasp_core.costs.simulate import Timeline
 
 from .colours import SOFT, colour
 from .figure import Figure, few_enough
@@ -155,7 +155,7 @@ def timeline(timelines: Timelines) -> Figure:
     """Draw when each rank computes, communicates and waits.
 
     Args:
-        timelines: of `tasp_core.simulate`: one, or several on one time axis, each bare or with a
+        timelines: of `tasp_core.costs.simulate`: one, or several on one time axis, each bare or with a
             label: (label, timeline).
 
     Raises:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Plan, check
-from tasp_core.coverage import NEVER, count_pairs
+from tasp_core.planning.work import NEVER, count_pairs
 from tasp_core.schedules import KV
 
 from .figure import few_enough

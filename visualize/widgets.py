@@ -115,9 +115,7 @@ def _ranks(ranks: int, nodes: int) -> dict[str, Any]:
 
 def explore_rings(*, schedule: str = "tasp", ranks: int = 8, nodes: int = 1) -> Explorer:
     """Which way keys and values travel: schedule, ranks a node and nodes -> `rings`."""
-    controls = {
-        "schedule": _choice("schedule", schedule, tasp.schedules()), **_ranks(ranks, nodes)
-    }  # fmt: skip
+    controls = {"schedule": _choice("schedule", schedule, tasp.schedules()), **_ranks(ranks, nodes)}
 
     def draw(schedule: str, ranks: int, nodes: int) -> Figure:
         return rings(_plan([1024], ranks, nodes, schedule), label=schedule)
@@ -147,9 +145,15 @@ def explore_mask(
     }
 
     def draw(
-        lengths: str, window: int, causal: bool, layout: str, schedule: str, ranks: int, rank: int,
+        lengths: str,
+        window: int,
+        causal: bool,
+        layout: str,
+        schedule: str,
+        ranks: int,
+        rank: int,
         step: int,
-    ) -> Figure:  # fmt: skip
+    ) -> Figure:
         docs = Documents.of(lengths_of(lengths), causal=causal, window=window or None)
         plan = tasp.plan(docs, ranks, schedule=schedule, layout=layout)
         one = None if rank < 0 else rank
@@ -170,10 +174,12 @@ def explore_schedule(
 ) -> Explorer:
     """Step through a plan, or play it: its hops, or the tiles that a rank computes."""
     controls = {
-        "schedule": _choice("schedule", schedule, tasp.schedules()), **_ranks(ranks, nodes),
-        "view": _choice("show", view, VIEWS), "rank": _slider("tiles of rank", rank, 0, 63),
+        "schedule": _choice("schedule", schedule, tasp.schedules()),
+        **_ranks(ranks, nodes),
+        "view": _choice("show", view, VIEWS),
+        "rank": _slider("tiles of rank", rank, 0, 63),
         "step": _slider("step", step, 0, 99),
-    }  # fmt: skip
+    }
     play = ip.Play(value=step, min=0, max=99, interval=900, description="play the steps")
     ip.jslink((play, "value"), (controls["step"], "value"))
 
@@ -189,9 +195,13 @@ def explore_schedule(
 
 
 def explore_balance(
-    *, lengths: str = LENGTHS, schedule: str = "ring", ranks: int = 8, layout: str = "contiguous",
+    *,
+    lengths: str = LENGTHS,
+    schedule: str = "ring",
+    ranks: int = 8,
+    layout: str = "contiguous",
     other: str = "zigzag",
-) -> Explorer:  # fmt: skip
+) -> Explorer:
     """Who computes how much: documents, ranks and two layouts -> `balance`."""
     controls = {
         "lengths": ip.Text(value=lengths, description="documents", continuous_update=False),
@@ -223,7 +233,7 @@ def explore_machine(
 ) -> Explorer:
     """How long attention takes: machine, tokens, heads -> `compare`, `timeline` of the fastest.
 
-    It tries CANDIDATES, to answer at once; `tasp_core.select` tries all, in seconds.
+    It tries CANDIDATES, to answer at once; `tasp_core.costs.select` tries all, in seconds.
     """
     sizes = [2**k for k in range(10, 23)]
     controls = {

@@ -100,9 +100,9 @@ def merge(out1, lse1, out2, lse2):
 unit.check_merge(merge)
 
 # %% [markdown]
-# The package's own [merge](../../tasp_core/merge.py) uses one weight instead of two. `unit.join` wraps it
-# for this unit and takes pairs: `join((out1, lse1), (out2, lse2))`. Ten keys in two pieces, against all
-# at once:
+# The package's own [merge](../../tasp_core/runtime/merge.py) uses one weight instead of two. `unit.join`
+# wraps it for this unit and takes pairs: `join((out1, lse1), (out2, lse2))`. Ten keys in two pieces,
+# against all at once:
 
 # %%
 joined, _ = unit.join(attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:]))

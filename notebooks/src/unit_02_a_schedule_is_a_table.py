@@ -54,11 +54,7 @@ def ring(n):
 
 # %% tags=["solution"]
 def ring(n):
-    return [
-        f"t{t} {r}>{(r + 1) % n} kv{(r - t) % n}.0"
-        for t in range(n - 1)
-        for r in range(n)
-    ]  # fmt: skip
+    return [f"t{t} {r}>{(r + 1) % n} kv{(r - t) % n}.0" for t in range(n - 1) for r in range(n)]
 
 
 # %% tags=["check"]
@@ -124,11 +120,7 @@ def quick(n, ports):
 
 # %% tags=["solution"]
 def quick(n, ports):
-    return [
-        f"t{(d - 1) // ports} {r}>{(r + d) % n} kv{r}.0"
-        for d in range(1, n)
-        for r in range(n)
-    ]  # fmt: skip
+    return [f"t{(d - 1) // ports} {r}>{(r + d) % n} kv{r}.0" for d in range(1, n) for r in range(n)]
 
 
 # %% tags=["check"]

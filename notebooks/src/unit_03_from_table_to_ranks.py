@@ -118,7 +118,7 @@ unit.check_turn(turn)
 
 # %% [markdown]
 # With `isend` and `irecv` order matters less: both are under way before anybody waits. So the
-# [executor](../../tasp_core/transport.py) posts all messages of a step, computes, and waits last.
+# [executor](../../tasp_core/runtime/execute.py) posts all messages of a step, computes, and waits last.
 #
 # ## Exercise 3: two buffers are enough (12 min)
 #

@@ -156,8 +156,8 @@ unit.check_balance(place)
 # whose keys a rank needs and does not hold, `segments` the pieces.
 
 # %%
-from tasp_core.balanced import lower_bound, measure
-from tasp_core.balanced import place as balanced
+from tasp_core.sequence.balanced import lower_bound, measure
+from tasp_core.sequence.balanced import place as balanced
 
 print(measure(balanced(np.array(LENGTHS), RANKS), np.array(LENGTHS)))
 print("no placement this even moves fewer than", lower_bound(np.array(LENGTHS), RANKS), "tokens")
@@ -196,7 +196,7 @@ unit.check_run(attend)
 # errors of a float32 kernel on one process:
 
 # %%
-from tasp_core.lab.measure import verify
+from tasp_core.lab.bench.accuracy import verify
 
 compiled = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="balanced")
 print(compiled.summary())

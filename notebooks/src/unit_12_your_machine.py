@@ -7,7 +7,7 @@
 # %% tags=["setup"]
 import tasp_core as tasp
 import visualize
-from tasp_core.parse_topology import parse_topology
+from tasp_core.machines.topology_text import parse_topology
 from tasp_course import unit_12 as unit
 from tasp_course.unit_12 import HEADS, ROW
 

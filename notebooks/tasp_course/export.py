@@ -14,8 +14,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter, SlidesExporter
 
-from .build import HERE, KINDS, units
 from .kit import teachers_kit
+from .sources import HERE, KINDS, units
 
 LIMIT_S = 60
 

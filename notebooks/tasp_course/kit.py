@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from .build import MINUTES, ROOT, cells, minutes, title
+from .sources import MINUTES, ROOT, cells, minutes, title
 
 Answers = dict[str, dict[str, Any]]
 

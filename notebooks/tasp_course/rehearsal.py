@@ -3,7 +3,7 @@
     found = rehearse(plan, machine)        # builds the machine's network on this one, if it may
     found.seconds, found.how               # "emulated now", or "recorded" where it may not
 
-    python -m tasp_course.rehearsal        # records CASES again: visualize/results/capstone.json
+    python -m tasp_course.rehearsal        # records CASES again: visualize/recorded/capstone.json
 
 All rates are slowed down alike, until the pass takes about a second; tensors are checked first.
 Only bytes are emulated: not latency, not kernels.
@@ -22,24 +22,26 @@ from typing import Any
 import tasp_core as tasp
 from tasp_core import Documents, Machine, Plan
 from tasp_core.errors import FabricError, PlanError
-from tasp_core.lab.fabric import Fabric, missing
-from tasp_core.lab.fabric_bench import drain
-from tasp_core.lab.measure import Inputs, verify
-from tasp_core.lab.passes import Pass
-from tasp_core.lab.results import write
-from tasp_core.lab.wiring import emulated
+from tasp_core.lab.bench.accuracy import Inputs, verify
+from tasp_core.lab.bench.emulated import drain
+from tasp_core.lab.bench.passes import Pass
+from tasp_core.lab.emulation.network import Fabric, missing
+from tasp_core.lab.emulation.wiring import emulated
+from tasp_core.result_file import write
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPOLOGIES, RECORD = ROOT / "tests" / "topo", ROOT / "visualize" / "results" / "capstone.json"
+TOPOLOGIES, RECORD = ROOT / "tests" / "topo", ROOT / "visualize" / "recorded" / "capstone.json"
 TOKENS, LONGEST_S = 4096, 1.2
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "float32"}
 KV_BYTES = 2 * HEADS["kv_heads"] * HEADS["head_dim"] * 4  # of one token
 # (topology text, schedule, layout): what is recorded
 CASES = (
-    ("mi300x", "tasp", "contiguous"), ("mi300x", "ring", "contiguous"),
-    ("a100_nv4", "tasp", "contiguous"), ("h100_nvswitch", "ring", "contiguous"),
+    ("mi300x", "tasp", "contiguous"),
+    ("mi300x", "ring", "contiguous"),
+    ("a100_nv4", "tasp", "contiguous"),
+    ("h100_nvswitch", "ring", "contiguous"),
     ("v100_cube", "tasp", "contiguous"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,13 @@ def slowed(plan: Plan, machine: Machine) -> tuple[Plan, Machine]:
     def at(link_mbit: float) -> tuple[Plan, Machine, float]:
         on = emulated(machine, link_mbit=link_mbit)
         small = tasp.plan(
-            docs, on.ranks, schedule=plan.schedule.name, layout=plan.layout.name, machine=on,
+            docs,
+            on.ranks,
+            schedule=plan.schedule.name,
+            layout=plan.layout.name,
+            machine=on,
             schedule_options={k: v for k, v in plan.schedule.options.items() if k != "exchange"},
-        )  # fmt: skip
+        )
         return small, on, tasp.simulate(small, on, **HEADS).comm_s
 
     small, on, seconds = at(1000.0)
@@ -120,11 +126,15 @@ def recorded(path: Path = RECORD) -> list[Rehearsal]:
     rows = json.loads(path.read_text())["cases"]
     return [
         Rehearsal(
-            row["name"], "recorded", tuple(row["seconds"]), row["modelled_s"],
-            Machine(**row["machine"]), Plan.from_json(row["plan"]),
+            row["name"],
+            "recorded",
+            tuple(row["seconds"]),
+            row["modelled_s"],
+            Machine(**row["machine"]),
+            Plan.from_json(row["plan"]),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def rehearse(plan: Plan, machine: Machine) -> Rehearsal:

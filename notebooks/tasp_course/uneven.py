@@ -19,10 +19,10 @@ import numpy as np
 
 import tasp_core as tasp
 from tasp_core import Machine, Plan, PlanError
+from tasp_core.machines.presets import MESH
 from tasp_core.schedules import KV, Hops, Promise
-from tasp_core.schedules.base import NO_MEETS
-from tasp_core.schedules.helper import complete
-from tasp_core.topology import MESH
+from tasp_core.schedules.hops import NO_MEETS
+from tasp_core.schedules.routed import complete
 
 TOKENS = 4096  # of each rank
 HEADS, HEAD_DIM = 8, 128

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasp_core.merge import merge
+from tasp_core.runtime.merge import merge
 
 from .verdict import exercise, expect, recap
 
@@ -69,9 +69,13 @@ def check_lse(answer: Any) -> None:
 @exercise
 def check_merge(answer: Any) -> None:
     """Two partial results against float64: usual, huge, empty."""
-    cases = (("two sets of 4 and 9 keys", [4, 9], 1.0), ("huge scores", [5, 3], 1e3),
-             ("the first set is empty", [0, 5], 1.0), ("the second set is empty", [5, 0], 1.0),
-             ("both sets are empty", [0, 0], 1.0))  # fmt: skip
+    cases = (
+        ("two sets of 4 and 9 keys", [4, 9], 1.0),
+        ("huge scores", [5, 3], 1e3),
+        ("the first set is empty", [0, 5], 1.0),
+        ("the second set is empty", [5, 0], 1.0),
+        ("both sets are empty", [0, 0], 1.0),
+    )
     for what, sizes, scale in cases:
         q, blocks = _draw(sizes, scale)
         out, lse = answer(*attend(q, *blocks[0]), *attend(q, *blocks[1]))

@@ -25,8 +25,10 @@ def broken_tables() -> dict[str, list[str]]:
     """The ring on four ranks with one fault each: too early, left out, one link twice."""
     ring = ring_words(4)
     out = {
-        "A": ["t2 0>1 kv2.0"], "B": ["t2 3>0 kv1.0"], "C": ["t1 2>3 kv1.0", "t2 3>0 kv1.0"],
-    }  # fmt: skip
+        "A": ["t2 0>1 kv2.0"],
+        "B": ["t2 3>0 kv1.0"],
+        "C": ["t1 2>3 kv1.0", "t2 3>0 kv1.0"],
+    }
     put = {"A": ["t0 3>1 kv2.0"], "B": [], "C": ["t1 1>0 kv1.0", "t2 2>3 kv1.0"]}
     return {name: [w for w in ring if w not in out[name]] + put[name] for name in out}
 

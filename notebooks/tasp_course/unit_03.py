@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasp_core import Documents, Machine
-from tasp_core.kernels import oracle
+from tasp_core.kernels.reference import oracle
 from tasp_core.schedules import Hops
 
 from .real import hold_messages_to, on_ranks, only_blocking

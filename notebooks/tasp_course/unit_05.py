@@ -8,7 +8,7 @@ from typing import Any
 
 import tasp_core as tasp
 from tasp_core import Machine
-from tasp_core.parse_topology import parse_topology
+from tasp_core.machines.topology_text import parse_topology
 from tasp_core.schedules import Hops
 
 from .verdict import exercise, expect, recap

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import tasp_core as tasp
 from tasp_core import Plan, PlanError
-from tasp_core.balanced import measure
-from tasp_core.kernels import oracle
-from tasp_core.lab.measure import Inputs
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.schedules import KV
-from tasp_core.tiles import rank_areas
+from tasp_core.sequence.balanced import measure
+from tasp_core.sequence.tiles import rank_areas
 
 from .verdict import exercise, expect, recap
 
@@ -131,8 +131,9 @@ def check_balance(answer: Callable[[list[int], int], Pieces]) -> None:
             continue  # too few tokens to be even
         found = measure(pieces, np.array(lengths))
         for name, got, most in (
-            ("work", found.work_max_mean, WORK), ("tokens", found.tokens_max_mean, TOKENS)
-        ):  # fmt: skip
+            ("work", found.work_max_mean, WORK),
+            ("tokens", found.tokens_max_mean, TOKENS),
+        ):
             expect(
                 got <= most, f"{lengths}: {name} max/mean {got:.3f}, at most {most} is asked for"
             )

@@ -13,7 +13,7 @@ import numpy as np
 import tasp_core as tasp
 import visualize
 from tasp_core import Machine, PlanError
-from tasp_core.lab.results import write
+from tasp_core.result_file import write
 from visualize import Figure
 
 from .uneven import HEAD_DIM, HEADS, KV_BYTES, TOKENS, Planner, machines, planned, ratio, scores

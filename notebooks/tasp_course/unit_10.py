@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tasp_core as tasp
 from tasp_core import Documents, Plan
-from tasp_core.kernels import oracle
-from tasp_core.lab.measure import Inputs
+from tasp_core.kernels.reference import oracle
+from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.schedules import DKV
 
 from .verdict import exercise, expect, recap
@@ -77,8 +77,10 @@ def tiles(seed: int = 10) -> tuple[dict[str, Tensor], list[slice]]:
         **grads,
     }
     return {name: t.detach() for name, t in found.items() if t is not None}, [
-        slice(0, 4), slice(4, 5), slice(5, 12)
-    ]  # fmt: skip
+        slice(0, 4),
+        slice(4, 5),
+        slice(5, 12),
+    ]
 
 
 @exercise

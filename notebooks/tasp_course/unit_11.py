@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.measure import Inputs
-from tasp_core.lab.timing import Bench
+from tasp_core.lab.bench.accuracy import Inputs
+from tasp_core.lab.bench.calibrate import Bench
 from visualize import Figure
 from visualize.curves import Curve, plot
 from visualize.timeline import seconds as shown
@@ -27,7 +27,7 @@ from visualize.timeline import seconds as shown
 from .verdict import exercise, expect, recap
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "visualize" / "results"
+RESULTS = ROOT / "visualize" / "recorded"
 SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 FIT, NEAR = 0.1, 1e-6
 NOISE, TIMES = 0.2, 9  # of samples to fit: how far off, and how many of each size

@@ -10,8 +10,8 @@ from typing import Any
 
 import tasp_core as tasp
 from tasp_core import Documents, Machine, Plan, PlanError, TopologyError
-from tasp_core.lab.wiring import emulated, wiring
-from tasp_core.parse_topology import parse_topology
+from tasp_core.lab.emulation.wiring import emulated, wiring
+from tasp_core.machines.topology_text import parse_topology
 
 from .rehearsal import KV_BYTES, RECORD, TOPOLOGIES, Rehearsal, recorded, rehearse
 from .verdict import Verdict, exercise, expect, recap

@@ -29,9 +29,13 @@ def flat(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
 
 
 def shard_parameters(
-    model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, *,
-    dtype: torch.dtype | None = None, reshard_after_forward: bool = True,
-) -> FSDPModule:  # fmt: skip
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+) -> FSDPModule:
     """Shard parameters, gradients and optimiser states over `mesh` with FSDP2; gradients add up.
 
     Args:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..errors import PlanError
-from ..loss import token_sum
-from ..transport import Exchange
+from ..runtime.exchange import Exchange
+from ..runtime.loss import token_sum
 from .inputs import IGNORE, Accepts, Sharded
 from .models import first_position
 
@@ -78,11 +78,15 @@ def accepts(model: nn.Module) -> Accepts:
     labels, why = _loss_kind(core)
     start, padding = first_position(core)
     return Accepts(
-        name, labels, why, start, padding,
+        name,
+        labels,
+        why,
+        start,
+        padding,
         segments=bool(getattr(core.config, "type_vocab_size", 0)),
         defaults={k: p.default for k, p in parameters.items() if p.default is not p.empty},
         classes=_classes(core),
-    )  # fmt: skip
+    )
 
 
 def _loss_kind(core: Any) -> tuple[str, str]:

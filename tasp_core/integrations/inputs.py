@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..documents import Documents
 from ..errors import PlanError
-from ..loss import label_complaint, next_token_labels
-from ..plan import Plan
-from ..tensors import shard
+from ..planning.plan import Plan
+from ..runtime.loss import label_complaint, next_token_labels
+from ..runtime.sharding import shard
+from ..sequence.documents import Documents
 
 IGNORE = -100
 CU_SEQLENS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -485,9 +485,13 @@ def group_size(plan: Plan, group: Any) -> int:
 
 
 def shard_inputs(
-    inputs: Mapping[str, Any], plan: Plan | Planner, group: Any = None, *, kernel: str = "auto",
+    inputs: Mapping[str, Any],
+    plan: Plan | Planner,
+    group: Any = None,
+    *,
+    kernel: str = "auto",
     accepts: Accepts | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A model's keyword arguments for whole rows -> those for this rank's tokens, and for attention.
 
     input_ids, inputs_embeds, token_type_ids, labels and position_ids ([T], [B, T], [3, B, T] or

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
-from ..documents import Documents
 from ..errors import PlanError
+from ..sequence.documents import Documents
 
 NAME = "tasp"  # of our attention among transformers' implementations
 ALONE = "run this model without sequence_parallel"

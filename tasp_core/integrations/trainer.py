@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from transformers import Trainer
 
 from ..errors import PlanError
-from ..tensors import gather
+from ..runtime.sharding import gather
 from .inputs import count_targets
 from .transformers import Active, active
 
@@ -194,9 +194,12 @@ class RowTrainer(Trainer):
         return count // self.ranks
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """This rank's part of the step's loss, times the world size that Trainer's wrapper divides by.
 
         In evaluation the loss of the row, the same on each of its ranks; nan without a label.
@@ -252,9 +255,12 @@ class RowTrainer(Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool,
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """The loss of the row and, unless only that is wanted, its logits, of whole rows."""
         self._evaluating = True
         try:

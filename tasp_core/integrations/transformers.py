@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..attention import attention
-from ..documents import Documents
 from ..errors import PlanError
-from ..plan import Plan
-from ..transport import Exchange
+from ..planning.plan import Plan
+from ..runtime.attention import attention
+from ..runtime.exchange import Exchange
+from ..sequence.documents import Documents
 from .heads import Head, accepts
 from .inputs import (
     SAME_ROWS,

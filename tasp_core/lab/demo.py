@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ..check import check
-from ..documents import Documents
-from ..launch import launch
-from ..plan import Plan, plan
-from ..report import Report
-from .llama import Block
-from .measure import Inputs, Judge, as_dict, sent_bytes, verify
-from .results import write
-from .text import manual_row
-from .train import train
+from ..planner import plan
+from ..planning.check import Report, check
+from ..planning.plan import Plan
+from ..result_file import write
+from ..runtime.launch import launch
+from ..sequence.documents import Documents
+from .bench.accuracy import Inputs, Judge, as_dict, sent_bytes, verify
+from .training.data import manual_row
+from .training.llama import Block
+from .training.minimal import train
 
 METHODS = (  # label, schedule, layout, ranks a node (0: all)
     ("Ring", "ring", "contiguous", 0),
@@ -139,18 +139,27 @@ def demo(
         options = {"steps": steps, "tokens": 1024}
         losses[count] = launch(_train, count, count, options, timeout_s=120.0)[0]
     gap = max(abs(a - b) for a, b in zip(losses[1], losses[4], strict=True))
-    say(f"loss {losses[1][0]:.4f} -> {losses[1][-1]:.4f} on 1 rank, {losses[4][-1]:.4f} on 4; "
-        f"largest difference in {steps} steps {gap:.1e}")  # fmt: skip
+    say(
+        f"loss {losses[1][0]:.4f} -> {losses[1][-1]:.4f} on 1 rank, {losses[4][-1]:.4f} on 4; "
+        f"largest difference in {steps} steps {gap:.1e}"
+    )
     right = all(r.errors.ok for r in rows) and gap < 1e-3 and losses[4][-1] < losses[4][0]
     write(
-        out, "demo",
-        config={"tokens": tokens, "ranks": ranks, "steps": steps, "dtype": "float32",
-                "heads": inputs.q.shape[1], "kv_heads": inputs.k.shape[1],
-                "head_dim": inputs.q.shape[2]},
+        out,
+        "demo",
+        config={
+            "tokens": tokens,
+            "ranks": ranks,
+            "steps": steps,
+            "dtype": "float32",
+            "heads": inputs.q.shape[1],
+            "kv_heads": inputs.k.shape[1],
+            "head_dim": inputs.q.shape[2],
+        },
         attention=[_row(r) for r in rows],
         training={"losses": losses, "largest_difference": gap},
         seconds=time.perf_counter() - start,
-    )  # fmt: skip
+    )
     say(f"{'all right' if right else 'WRONG'}; results in {out}")
     return right
 
@@ -164,9 +173,16 @@ def _row(row: Row) -> dict[str, Any]:
 
     r = row.report
     return {
-        "label": row.label, "plan": json.loads(row.plan.to_json()), "errors": as_dict(row.errors),
-        "bytes_sent": row.sent, "seconds": row.seconds, "links_busy": r.busy,
-        "busiest": list(r.busiest), "max_load": r.max_load, "min_load": r.min_load,
-        "work_max_mean": r.balance, "work_max_mean_worst_step": r.step_balance,
+        "label": row.label,
+        "plan": json.loads(row.plan.to_json()),
+        "errors": as_dict(row.errors),
+        "bytes_sent": row.sent,
+        "seconds": row.seconds,
+        "links_busy": r.busy,
+        "busiest": list(r.busiest),
+        "max_load": r.max_load,
+        "min_load": r.min_load,
+        "work_max_mean": r.balance,
+        "work_max_mean_worst_step": r.step_balance,
         "peak_travelling_kv": r.peak_shards,
-    }  # fmt: skip
+    }

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import flash
-from ..launch import launch
-from ..transport import over_nccl
-from .results import environment
+from ..kernels import flash
+from ..result_file import environment
+from ..runtime.exchange import over_nccl
+from ..runtime.launch import launch
 
 OPTIONAL = ("transformers", "accelerate", "safetensors", "flash-attn")
 TOPOLOGY = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))

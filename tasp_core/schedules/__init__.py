@@ -6,27 +6,60 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlanError
-from ..layout import Layout
-from ..topology import Machine
-from .base import DKV, DQ, EXCHANGES, KINDS, KV, OUT, Hops, Meets, Promise, Q, Schedule, Table
+from ..machines.machine import Machine
+from ..sequence.layouts import Layout
 from .double_ring import DoubleRing
-from .helper import Helper, Mesh, TokenRing
+from .hops import DKV, DQ, EXCHANGES, KINDS, KV, OUT, Hops, Meets, Q
 from .paced import Paced, best_pace
+from .query_moving import Helper, Mesh, TokenRing
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
-from .sap import Sap
+from .sap.sap import Sap
+from .schedule import Promise, Schedule, Table
 from .trees import Trees, tree_options
 from .wave import AllGather, Wave, best_twins
 
 __all__ = [
-    "DKV", "DQ", "EXCHANGES", "KINDS", "KV", "OUT", "AllGather", "DoubleRing", "Hops", "Meets", "Paced",
-    "Promise", "Q", "Ring", "RingSchedule", "Schedule", "Table", "Tasp", "TaspPaths", "TaspRails",
-    "Trees", "Wave", "build", "schedules",
-]  # fmt: skip
+    "DKV",
+    "DQ",
+    "EXCHANGES",
+    "KINDS",
+    "KV",
+    "OUT",
+    "AllGather",
+    "DoubleRing",
+    "Hops",
+    "Meets",
+    "Paced",
+    "Promise",
+    "Q",
+    "Ring",
+    "RingSchedule",
+    "Schedule",
+    "Table",
+    "Tasp",
+    "TaspPaths",
+    "TaspRails",
+    "Trees",
+    "Wave",
+    "build",
+    "schedules",
+]
 
 FAMILIES: tuple[type[Schedule], ...] = (
-    Ring, DoubleRing, Tasp, TaspPaths, TaspRails, Wave, Paced, Trees, AllGather, Helper, TokenRing,
-    Mesh, Sap,
-)  # fmt: skip
+    Ring,
+    DoubleRing,
+    Tasp,
+    TaspPaths,
+    TaspRails,
+    Wave,
+    Paced,
+    Trees,
+    AllGather,
+    Helper,
+    TokenRing,
+    Mesh,
+    Sap,
+)
 SCHEDULES = {cls.name: cls for cls in FAMILIES}
 
 
@@ -90,7 +123,7 @@ def build(
     Raises:
         PlanError: an unknown name or option, or a machine the schedule cannot serve.
 
-    >>> from ..topology import machine
+    >>> from tasp_core import machine
     >>> build("wave", machine("mesh8x2")).options
     {'blocks': 15, 'twins': 14}
     """

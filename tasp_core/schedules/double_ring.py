@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlanError
-from ..rings import Rings, decompose
-from .base import DKV, KV, Hops, Promise, Schedule
+from .hamiltonian import Rings, decompose
+from .hops import DKV, KV, Hops
+from .schedule import Promise, Schedule
 
 RINGS = ("all", "one")
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import PlanError
-from ..hardware import Machine
-from .base import Promise
+from ..machines.machine import Machine
+from .schedule import Promise
 from .wave import Times, Wave, link_gbps
 
 MOST_STEPS = 64
@@ -85,7 +85,7 @@ def best_pace(
     Raises:
         PlanError: more than MOST_NODES nodes.
 
-    >>> from ..topology import machine
+    >>> from tasp_core import machine
     >>> best_pace(machine("h100x2"))
     {'blocks': 14, 'twins': 1, 'nic': 7, 'link': 9}
     """

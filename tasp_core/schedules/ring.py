@@ -19,8 +19,9 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import PlanError, TopologyError
-from ..rings import Rings, decompose, node_rings
-from .base import DKV, KV, Hops, Promise, Schedule
+from .hamiltonian import Rings, decompose, node_rings
+from .hops import DKV, KV, Hops
+from .schedule import Promise, Schedule
 
 
 @dataclass(frozen=True)

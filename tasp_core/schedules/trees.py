@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import PlanError, whole
-from ..hardware import Machine
-from .base import DKV, KV, Hops, Promise, Schedule
+from ..machines.machine import Machine
+from .hops import DKV, KV, Hops
+from .schedule import Promise, Schedule
 
 MOST_ARCS = 1 << 15
 STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -164,8 +165,18 @@ def tree_options(machine: Machine, options: dict[str, Any] | None = None) -> dic
     return given
 
 
-WIRES = ("node_size", "num_nodes", "link_gbps", "port_gbps", "nic_gbps", "host_gbps", "nics", "nodes",
-         "buses", "overrides")  # fmt: skip
+WIRES = (
+    "node_size",
+    "num_nodes",
+    "link_gbps",
+    "port_gbps",
+    "nic_gbps",
+    "host_gbps",
+    "nics",
+    "nodes",
+    "buses",
+    "overrides",
+)
 
 
 def _wires(machine: Machine) -> str:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlanError
-from ..hardware import Machine
-from .base import DKV, KV, Hops, Promise, Schedule
+from ..machines.machine import Machine
+from .hops import DKV, KV, Hops
+from .schedule import Promise, Schedule
 
 MOST_SHARES = 1 << 20
 Steps = tuple[np.ndarray, np.ndarray]
@@ -31,7 +32,7 @@ Times = tuple[Steps, Steps, Steps]
 def link_gbps(machine: Machine) -> float:
     """What each of a rank's links to its mates can have when all are busy.
 
-    >>> from ..topology import machine
+    >>> from tasp_core import machine
     >>> link_gbps(machine("mesh8")), round(link_gbps(machine("h100")), 1)
     (64.3, 64.3)
     """
@@ -44,7 +45,7 @@ def best_twins(machine: Machine) -> int:
 
     Per unit of KV: links inside carry u - (u-1)/b, each NIC carries (u-1)(1 + (m-1)/b).
 
-    >>> from ..topology import machine
+    >>> from tasp_core import machine
     >>> [best_twins(machine(name)) for name in ("mesh8x2", "mesh4x2", "mesh8x4")]
     [14, 7, 0]
     """

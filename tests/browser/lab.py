@@ -26,9 +26,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 WIDTH, HEIGHT = 1400, 1000
 
 
@@ -79,11 +85,18 @@ class Lab:
             "PYTHONPATH": f"{ROOT}:{ROOT}/notebooks",
         }
         command = [
-            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root",
-            "--expose-app-in-browser", "--ip=127.0.0.1", f"--port={self.port}",
-            "--ServerApp.port_retries=0", f"--IdentityProvider.token={self.token}",
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            "--expose-app-in-browser",
+            "--ip=127.0.0.1",
+            f"--port={self.port}",
+            "--ServerApp.port_retries=0",
+            f"--IdentityProvider.token={self.token}",
             f"--ServerApp.root_dir={self.root}",
-        ]  # fmt: skip
+        ]
         self.log = (own / "log").open("w+")
         self.server = subprocess.Popen(command, env=env, stdout=self.log, stderr=self.log)
         end = time.monotonic() + self.start_s

@@ -10,8 +10,8 @@ from lab import Lab, browser_page, cells, errors, figure, move_slider, run_all, 
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
 from nbformat import read
 
-from tasp_course.build import HERE, units
 from tasp_course.export import execute, to_html
+from tasp_course.sources import HERE, units
 
 pytestmark = pytest.mark.browser
 

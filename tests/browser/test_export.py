@@ -19,9 +19,13 @@ CELLS = (
 )
 # without stored widget states the SVG beside each widget is shown
 EXPORT = (
-    "--execute", "--to", "html", "--ExecutePreprocessor.store_widget_state=False",
-    "--template=course", f"--TemplateExporter.extra_template_basedirs={ROOT}/notebooks/templates",
-)  # fmt: skip
+    "--execute",
+    "--to",
+    "html",
+    "--ExecutePreprocessor.store_widget_state=False",
+    "--template=course",
+    f"--TemplateExporter.extra_template_basedirs={ROOT}/notebooks/templates",
+)
 
 
 def test_exported_figures_are_visible_without_a_server(tmp_path):

@@ -20,10 +20,16 @@ CELLS = (
 def notebook(folder: Path, cells: tuple[str, ...]) -> str:
     """A notebook of these cells; its name."""
     code = [
-        {"cell_type": "code", "id": f"c{i}", "source": text, "metadata": {}, "outputs": [],
-         "execution_count": None}
+        {
+            "cell_type": "code",
+            "id": f"c{i}",
+            "source": text,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
         for i, text in enumerate(cells)
-    ]  # fmt: skip
+    ]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"cells": code, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     (folder / "scratch.ipynb").write_text(json.dumps(whole))

@@ -23,9 +23,18 @@ def _from_the_owner(owner: int, n: int) -> Route:
 
 
 def _tile(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *,
-    own: bool = False, row_sum: bool = True, scaled: bool = True,
-) -> Grads:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    own: bool = False,
+    row_sum: bool = True,
+    scaled: bool = True,
+) -> Grads:
     scores = scale * q @ k.T
     p = torch.exp(scores - (scores.logsumexp(-1) if own else lse)[:, None])
     total = (dout * out).sum(-1, keepdim=True) if row_sum else 0

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 import tasp_core as tasp
-from tasp_core import flash
-from tasp_core.kernels import oracle, resolve
-from tasp_core.lab.measure import Inputs, Judge, as_dict
-from tasp_core.lab.results import write
-from tasp_core.lab.virtual import Clock, Virtual, run_virtual
+from tasp_core.kernels import flash
+from tasp_core.kernels.reference import oracle
+from tasp_core.kernels.resolve import resolve
+from tasp_core.lab.bench.accuracy import Inputs, Judge, as_dict
+from tasp_core.lab.bench.one_process import Clock, Virtual, run_virtual
+from tasp_core.result_file import write
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 96, 128, 192, 256)
@@ -37,8 +38,10 @@ def kernels(device: str) -> dict[str, str]:
         return {"aten": "ok"}
     found = flash.available("cuda")
     best = flash.best("cuda")
-    return {"aten": found["aten"], "flash": "ok" if best else "; ".join(
-        f"{n}: {x}" for n, x in found.items() if n != "aten")}  # fmt: skip
+    return {
+        "aten": found["aten"],
+        "flash": "ok" if best else "; ".join(f"{n}: {x}" for n, x in found.items() if n != "aten"),
+    }
 
 
 def on(device: str, inputs: Inputs) -> Inputs:
@@ -47,7 +50,7 @@ def on(device: str, inputs: Inputs) -> Inputs:
 
 def exactness(
     device: str, name: str, dtype: torch.dtype, dim: int, lengths: tuple[int, ...], ranks: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Errors of one kernel, dtype and head dim: on one rank, and merged from virtual ones."""
     case: dict[str, Any] = {"kernel": name, "dtype": str(dtype)[6:], "head_dim": dim}
     try:
@@ -79,9 +82,14 @@ def overhead(
     plain = resolve("auto", device, dtype)
     plan = tasp.plan(docs, ranks)
     found: dict[str, Any] = {
-        "tokens": tokens, "ranks": ranks, "heads": heads, "head_dim": dim, "dtype": str(dtype)[6:],
-        "kernel": plain.name, "plan": plan.summary(),
-    }  # fmt: skip
+        "tokens": tokens,
+        "ranks": ranks,
+        "heads": heads,
+        "head_dim": dim,
+        "dtype": str(dtype)[6:],
+        "kernel": plain.name,
+        "plan": plan.summary(),
+    }
     for backward in (False, True):
         samples: dict[str, list[float]] = {"plain": [], "kernel": [], "work": [], "messages": []}
         for _ in range(REPEATS):
@@ -108,8 +116,9 @@ def overhead(
             "samples_s": samples,
             "kernels_over_plain": least["kernel"] / least["plain"],
             "work_over_plain": least["work"] / least["plain"],
-            "goal": GOAL, "goal_met": least["work"] <= GOAL * least["plain"],
-        }  # fmt: skip
+            "goal": GOAL,
+            "goal_met": least["work"] <= GOAL * least["plain"],
+        }
     return found
 
 
@@ -156,8 +165,16 @@ def main() -> int:
             f"gathering {x['work_over_plain']:.3f} x (goal {GOAL} x: {verdict})"
         )
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "none: CPU, logic only"
-    write(args.out, "gpu_check", gpu=gpu, kernels=found, right=right, exactness=cases, overhead=cost,
-          seconds=time.perf_counter() - start)  # fmt: skip
+    write(
+        args.out,
+        "gpu_check",
+        gpu=gpu,
+        kernels=found,
+        right=right,
+        exactness=cases,
+        overhead=cost,
+        seconds=time.perf_counter() - start,
+    )
     print(
         f"{'all right' if right else 'WRONG'} after {time.perf_counter() - start:.0f} s; {args.out}"
     )

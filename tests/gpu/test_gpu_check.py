@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.kernels import AtenCpu
-from tasp_core.lab import virtual
-from tasp_core.lab.measure import Inputs, Judge
+from tasp_core.kernels.aten import AtenCpu
+from tasp_core.lab.bench import one_process as virtual
+from tasp_core.lab.bench.accuracy import Inputs, Judge
 
 CHECK = str(Path(__file__).parent / "check.py")
 DOCS = tasp.Documents.of([37, 81, 0, 2, 60])
@@ -69,9 +69,16 @@ def test_a_kernel_that_is_wrong_is_an_error(monkeypatch, tmp_path, capsys):
 def test_without_a_gpu_the_script_says_so(tmp_path):
     script = Path(__file__).parents[2] / "slurm" / "gpu_check.sh"
     done = subprocess.run(
-        [script, tmp_path / "x.json"], capture_output=True, text=True, check=False,
-        env={"TASP_PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(script.parents[1])},
-    )  # fmt: skip
+        [script, tmp_path / "x.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            "TASP_PYTHON": sys.executable,
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(script.parents[1]),
+        },
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: torch sees no CUDA or ROCm device")
     assert not (tmp_path / "x.json").exists()

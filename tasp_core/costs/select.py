@@ -1,0 +1,310 @@
+"""select: simulate the plans a row and a machine allow, take the best, and say why.
+
+    choice = tasp.select(docs, tasp.machine("h100x2"), heads=32, kv_heads=8, head_dim=128)
+    choice.plan, choice.reason, print(choice)
+
+Of plans within CLOSE of the quickest the one with the smallest buffers is taken, then the one that
+communicates least. So that the choice does not change to and fro as rows grow, a plan must also be
+within KEEP at 2 and 4 times the length; one that was close at half the length may be KEEP behind.
+What is FAR behind at the row's own length is not simulated at the others.
+Not tried: layouts that cannot win (striped; contiguous for one document), the exchange "all_to_all",
+and, over heads alone, more than one schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..errors import PlanError
+from ..machines.machine import Machine
+from ..planning.plan import Plan, between_groups, make_plan
+from ..schedules import schedules
+from ..schedules.paced import MOST_NODES, best_pace
+from ..schedules.sap.sap import MOST_RELAYING
+from ..sequence.documents import Documents
+from .simulate import simulate
+from .traffic import Sizes
+
+CLOSE, KEEP, FAR = 0.025, 0.049, 0.5
+AUTO, RELAY = "auto", 6
+# what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
+TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+
+class Row(NamedTuple):
+    """One candidate; seconds are 0 where it is excluded, `excluded` then says why.
+
+    `buffer_bytes` is what a rank holds besides its own tensors: travelling KV, and what Ulysses gathers.
+    """
+
+    schedule: str
+    layout: str
+    intra: int
+    options: dict[str, Any]
+    total_s: float = 0.0
+    comm_s: float = 0.0
+    compute_s: float = 0.0
+    buffer_bytes: float = 0.0
+    excluded: str = ""
+    heads_alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The candidate in words."""
+        options = ",".join(f"{k}={v}" for k, v in self.options.items())
+        ulysses = f"ulysses {self.intra}" if self.intra > 1 else ""
+        inner = () if self.heads_alone else (self.schedule, options, "x", self.layout)
+        return " ".join(x for x in (*inner, ulysses) if x)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan taken, one line why, and all candidates, the quickest first."""
+
+    plan: Plan
+    reason: str
+    table: tuple[Row, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [row._asdict() for row in self.table]
+        return {"plan": self.plan.summary(), "reason": self.reason, "table": rows}
+
+    def explain(self) -> str:
+        """The table of candidates as text."""
+        lines = [("candidate", "total ms", "comm ms", "compute ms", "buffers MB")]
+        for row in self.table:
+            times = (f"{x * 1e3:.3f}" for x in (row.total_s, row.comm_s, row.compute_s))
+            why = f"- {row.excluded}"
+            last = why if row.excluded else f"{row.buffer_bytes / 1e6:.1f}"
+            lines.append((row.name, *(("-",) * 3 if row.excluded else times), last))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for first, *others, last in lines:
+            cells = (x.rjust(w) for x, w in zip(others, widths[1:-1], strict=True))
+            text.append("  ".join((first.ljust(widths[0]), *cells, last)))
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        return f"{self.plan.summary()}\n{self.reason}"
+
+
+def select(
+    docs: Documents,
+    machine: Machine,
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int,
+    dtype: str = "bfloat16",
+    backward: bool = False,
+    batch: int = 1,
+    schedule: str = AUTO,
+    layout: str = AUTO,
+    intra: int | None = None,
+    buffer_bytes: float = float("inf"),
+) -> Choice:
+    """The plan with the least simulated time, forward or, with `backward`, of both passes.
+
+    Args:
+        heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
+        schedule, layout, intra: fixed ones; default: all that may win.
+        buffer_bytes: the most a rank may hold besides its own tensors.
+
+    Raises:
+        PlanError: nothing works; each candidate's reason is told.
+
+    >>> from tasp_core import machine
+    >>> chosen = select(Documents.of([65536]), machine("mesh8"), heads=32, kv_heads=8, head_dim=128)
+    >>> chosen.plan.schedule.name, chosen.plan.ranks
+    ('wave', 8)
+    """
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"dtype": dtype, "batch": batch}
+    asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
+    found = _judged(docs, *asked)
+    table = tuple(row for row, _ in found)
+    works = [(row, made) for row, made in found if not row.excluded]
+    if not works:
+        reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
+        raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
+    now = _behind(found)
+    near = frozenset((r.schedule, r.layout, r.intra) for r, _ in works if now[r.name] <= FAR)
+    others = (_judged(_resized(docs, x), *asked, near) for x in (0.5, 2, 4))
+    before, *after = map(_behind, others)
+    steady = [
+        item
+        for item in works
+        if all(later.get(item[0].name, 1.0) <= KEEP for later in (now, *after))
+        and min(now[item[0].name], before.get(item[0].name, 1.0)) <= CLOSE
+    ]
+    cost = [(round(row.buffer_bytes), row.comm_s) for row, _ in steady]
+    row, made = steady[cost.index(min(cost))] if steady else works[0]
+    return Choice(made, _reason(row, table, _alone(docs, machine, sizes, backward)), table)
+
+
+def _resized(docs: Documents, factor: float) -> Documents:
+    lengths = (docs.lengths * factor).astype(int)
+    return Documents.of(lengths, causal=docs.causal, window=docs.window)
+
+
+def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
+    """How far each candidate that works is behind the quickest, as a share of its time."""
+    good = [row for row, _ in found if not row.excluded]
+    return {row.name: row.total_s / good[0].total_s - 1 for row in good}
+
+
+@lru_cache(maxsize=128)  # of a row, and of it as half, double and four times as long
+def _judged(
+    docs: Documents,
+    machine: Machine,
+    given: tuple[tuple[str, Any], ...],
+    schedule: str,
+    layout: str,
+    intra: int | None,
+    backward: bool,
+    most: float,
+    only: frozenset[tuple[str, str, int]] | None = None,
+) -> list[tuple[Row, Any]]:
+    """Candidates with their figures and plans, the quickest first, then the excluded ones."""
+    sizes = dict(given)
+    width = 4 * (sizes["kv_heads"] or sizes["heads"]) * sizes["head_dim"] * sizes["batch"]
+    kv_bytes = docs.total / machine.ranks * width  # of 16-bit keys and values
+    found: list[tuple[Row, Any]] = []
+    said: set[tuple[str, int, str]] = set()
+    for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
+        if only is not None and candidate[:3] not in only:
+            continue
+        row, made = _judge(candidate, docs, machine, sizes, backward, most)
+        why = (row.schedule, row.intra, row.excluded)
+        if not row.excluded or why not in said:  # one row for what no layout can change
+            found.append((row, made))
+        said.add(why)
+    return sorted(found, key=lambda x: (x[0].excluded != "", x[0].total_s, x[0].comm_s))
+
+
+def _candidates(
+    docs: Documents,
+    machine: Machine,
+    kv_bytes: float,
+    schedule: str,
+    layout: str,
+    intra: int | None,
+) -> Iterator[Row]:
+    """Rows still to be judged."""
+    m, n = machine.node_size, machine.ranks
+    degrees = [intra] if intra else [a for a in range(1, m + 1) if m % a == 0]
+    names = list(schedules()) if schedule == AUTO else [schedule]
+    packed = int((docs.lengths > 0).sum() > 1)
+    spread = ["contiguous"] * (packed or not docs.causal) + ["zigzag"] * docs.causal
+    layouts = (
+        spread + (["per_document", "balanced"] if packed else []) if layout == AUTO else [layout]
+    )
+    for a, name, place in product(degrees, names, layouts):
+        alone = a == n  # over heads alone all schedules and layouts are the same
+        if alone and (name, place) != (names[0], layouts[0]):
+            continue
+        if name == "trees" and machine.plain and schedule == AUTO:
+            yield Row(
+                name, place, a, {}, excluded="made for machines whose ranks are not all alike"
+            )
+            continue
+        for options in _options(name, machine, a, kv_bytes) if not alone else ({},):
+            yield Row(name, place, a, options, heads_alone=alone and a > 1)
+
+
+def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterator[dict[str, Any]]:
+    """Options worth trying: KV cut more coarsely where steps and messages cost more than bytes."""
+    groups = machine.ranks // intra
+    if name == "paced" and 1 < machine.num_nodes <= MOST_NODES and not machine.node_size % intra:
+        where = between_groups(machine, intra)
+        quick, small = (best_pace(where, kv_bytes, most) for most in (float("inf"), 4.0))
+        yield from (quick, small) if small != quick else (quick,)
+        return
+    yield {}
+    mesh = machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps
+    if name == "sap" and mesh and groups <= MOST_RELAYING:
+        yield {"relay": RELAY}
+    if name == "wave":
+        for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):
+            yield {"blocks": blocks, "twins": 0}
+
+
+def _judge(
+    row: Row, docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool, most: float
+) -> tuple[Row, Plan | None]:
+    """The row with its figures and its plan, or with the reason why it is excluded."""
+    if row.excluded:
+        return row, None
+    try:
+        made = make_plan(
+            docs,
+            machine.ranks,
+            schedule=row.schedule,
+            layout=row.layout,
+            machine=machine,
+            intra=row.intra,
+            schedule_options=row.options or None,
+        )
+        passes = [
+            simulate(made, machine, **sizes, backward=b) for b in (False, True)[: 1 + backward]
+        ]
+    except ValueError as error:
+        return row._replace(excluded=str(error)), None
+    width, part = Sizes.of(made, **sizes), made.inner.layout.counts.max()
+    promise = made.schedule.promise
+    kv = max(map(width.kv, width.parts)) * promise.buffer * (made.inner.ranks > 1)
+    kv += (
+        max(map(width.q, width.parts)) * promise.guests * (1 + width.wide / width.item)
+    )  # and answers
+    gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
+    row = row._replace(
+        total_s=sum(x.total_s for x in passes),
+        comm_s=sum(x.comm_s for x in passes),
+        compute_s=sum(x.compute_s for x in passes),
+        buffer_bytes=float(part * (kv + gathered) * width.item),
+    )
+    if row.buffer_bytes > most:
+        why = f"buffers of {row.buffer_bytes / 1e6:.1f} MB, {most / 1e6:.1f} are allowed"
+        return row._replace(excluded=why), None
+    return row, made
+
+
+def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool) -> float:
+    """Seconds of plain attention, all of it on one rank."""
+    plain = make_plan(docs, 1, schedule="ring", layout="contiguous")
+    one = Machine("one", 1, **{k: getattr(machine, k) for k in KERNEL})
+    seconds = (
+        simulate(plain, one, **sizes, backward=b).total_s for b in (False, True)[: 1 + backward]
+    )
+    return sum(seconds) / max(1.0, machine.ranks_a_core)
+
+
+KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps")
+
+
+def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
+    """One line: what was taken, against what."""
+    others = [
+        x for x in table if not x.excluded and (x.schedule, x.intra) != (row.schedule, row.intra)
+    ]
+    ring = next((x for x in others if (x.schedule, x.intra) == ("ring", 1)), None)
+    rival = ring or next(iter(others), None)
+    text = f"{row.name}: {row.total_s * 1e3:.3f} ms"
+    text += (
+        ", communication hidden"
+        if row.total_s < 1.05 * row.compute_s
+        else (f", of which computing {row.compute_s * 1e3:.3f}")
+    )
+    if rival:
+        text += f"; {rival.name} {rival.total_s * 1e3:.3f} ms"
+    if alone_s and alone_s < row.total_s:
+        text += (
+            f"; plain attention on one rank would take {alone_s * 1e3:.3f} ms: "
+            "the row is too short to be worth splitting"
+        )
+    return text

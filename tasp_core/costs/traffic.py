@@ -1,0 +1,226 @@
+"""Traffic: the bytes and messages of each step between each pair of ranks, charged to resources.
+
+Also the seconds and bytes of collectives: a schedule's all-gather, the all-to-alls of Ulysses groups.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import PlanError, whole
+from ..machines.machine import Machine
+from ..planning.heads import Heads, split_heads
+from ..planning.plan import Plan
+from ..schedules import KINDS, Hops, build
+from .bytes import BYTES, RowBytes
+
+
+class Sizes(NamedTuple):
+    """Heads, dims and bytes of the tensors of one call; `parts` are each group member's heads."""
+
+    parts: list[Heads]
+    head_dim: int
+    batch: int
+    item: int
+
+    @classmethod
+    def of(
+        cls, plan: Plan, heads: int, kv_heads: int | None, head_dim: int, dtype: str, batch: int
+    ) -> Sizes:
+        """Sizes, once they make sense.
+
+        Raises:
+            PlanError: an unknown dtype, numbers below 1, or heads that intra does not divide.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in BYTES:
+            raise PlanError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
+        heads = whole(heads, "heads", 1, PlanError)
+        kv_heads = heads if kv_heads is None else whole(kv_heads, "kv_heads", 1, PlanError)
+        if heads % kv_heads:
+            raise PlanError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        parts = split_heads(heads, kv_heads, plan.intra)
+        head_dim = whole(head_dim, "head_dim", 1, PlanError)
+        return cls(parts, head_dim, whole(batch, "batch", 1, PlanError), BYTES[name])
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an accumulator's element."""
+        return max(4, self.item)
+
+    def q(self, part: Heads) -> int:
+        """Query elements of one token of one member, all rows of the batch."""
+        return (part.q_high - part.q_low) * self.head_dim * self.batch
+
+    def kv(self, part: Heads) -> int:
+        """Key and value elements of one token of one member."""
+        return 2 * (part.kv_high - part.kv_low) * self.head_dim * self.batch
+
+    def rows(self, part: Heads, backward: bool) -> dict[int, int]:
+        """Bytes of one token by kind of message."""
+        heads, kv_heads = part.q_high - part.q_low, part.kv_high - part.kv_low
+        row = RowBytes.of(heads, kv_heads, self.head_dim, self.item)
+        return {k: row.of_kind(k, backward) * self.batch for k in range(len(KINDS))}
+
+
+class Traffic(NamedTuple):
+    """What each ordered pair exchanges in each step; rows sorted by step."""
+
+    step: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    nbytes: np.ndarray
+    messages: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        """Communication steps."""
+        return int(self.step.max()) + 1 if len(self.step) else 0
+
+
+def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
+    """Bytes and messages of hops between groups, for every member of the groups."""
+    inner, a = plan.inner, plan.intra
+    tokens = np.zeros(len(hops.step), dtype=np.int64)
+    messages = np.zeros_like(tokens)
+    for part in range(inner.units.parts):
+        count = inner.units.count[inner.unit_of(hops, part)]
+        tokens += count
+        messages += count > 0
+    some = messages > 0
+    hops, tokens, messages = hops.where(some), tokens[some], messages[some]
+    new = np.ones(len(hops.step), dtype=bool)
+    new[1:] = np.any([np.diff(c) != 0 for c in hops[:3]], axis=0)
+    first = np.flatnonzero(new)
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, first) if len(first) else values
+
+    step, src, dst = (c[first] for c in hops[:3])
+    number = total(messages)
+    per = [
+        sum(total(tokens * (hops.kind == kind)) * size for kind, size in row.items())
+        for row in (sizes.rows(part, backward) for part in sizes.parts)
+    ]
+    member = np.tile(np.arange(a), len(step))
+    step, src, dst, number = (np.repeat(c, a) for c in (step, src, dst, number))
+    nbytes = np.stack(per, axis=1).ravel().astype(float) if len(step) else np.zeros(0)
+    return Traffic(step, src * a + member, dst * a + member, nbytes, number)
+
+
+@lru_cache(maxsize=16)
+def _known(machine: Machine) -> dict[int, tuple[str, ...]]:
+    """Resources of pairs src * ranks + dst that have been asked for."""
+    return {}
+
+
+class Charge(NamedTuple):
+    """Seconds each row of a Traffic keeps its busiest resource, and bytes of each resource."""
+
+    seconds: np.ndarray
+    link_bytes: dict[str, float]
+
+
+def _forgiven(busy: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Seconds by step and resource, less those saved up, at most so many, in steps that others ruled."""
+    saved, left = np.zeros(busy.shape[1]), np.empty_like(busy)
+    for t, need in enumerate(busy):
+        left[t] = np.maximum(0, need - saved)
+        saved = np.minimum(most, saved - need + left[t].max(initial=0))
+    return left
+
+
+def charge(machine: Machine, traffic: Traffic) -> Charge:
+    """All rows of a step share their resources fairly: each takes as long as its busiest resource."""
+    n = machine.ranks
+    pairs, at = np.unique(traffic.src * n + traffic.dst, return_inverse=True)
+    numbers: dict[str, int] = {}
+    known = _known(machine)
+    for p in pairs.tolist():
+        if p not in known:
+            known[p] = machine.resources(*divmod(p, n))
+    ways = [[numbers.setdefault(name, len(numbers)) for name in known[p]] for p in pairs.tolist()]
+    width, spare = max(map(len, ways), default=0), len(numbers)
+    table = np.array([w + [spare] * (width - len(w)) for w in ways]).reshape(len(ways), width)
+    capacity = np.array([*map(machine.capacity_gbps, numbers), np.inf]) * 1e9
+    used = table[at]
+    load = np.zeros(traffic.steps * (spare + 1))
+    seconds = np.zeros(len(at))
+    for k in range(width):
+        key = traffic.step * (spare + 1) + used[:, k]
+        load += np.bincount(key, weights=traffic.nbytes, minlength=len(load))
+    loads = load.reshape(-1, spare + 1)
+    busy = loads / capacity
+    if machine.burst_bytes:
+        busy = _forgiven(busy, machine.burst_bytes / capacity)
+    for k in range(width):
+        np.maximum(seconds, busy[traffic.step, used[:, k]], out=seconds)
+    total = loads.sum(axis=0)
+    return Charge(seconds, dict(zip(numbers, total.tolist(), strict=False)))
+
+
+def gathered(plan: Plan, machine: Machine, sizes: Sizes) -> tuple[Traffic, float]:
+    """What the schedule's all-gather moves, as one step, and the seconds it costs besides its bytes.
+
+    Over all ranks it is the library's: one ring in rank order takes n - 1 turns, a direct one a turn
+    for each node. Between groups of ranks it is an all-to-all.
+    """
+    inner, a = plan.inner, plan.intra
+    rows, n = int(inner.layout.counts.max()), inner.ranks
+    if a > 1 or not plan.schedule.collective:
+        ends = np.argwhere(~np.eye(n if plan.schedule.collective else 0, dtype=bool)).T
+        (src, dst), times, turns = ends, np.ones_like(ends[0]), 1
+    elif machine.all_gather == "ring":
+        src, turns = np.arange(n), n - 1
+        dst, times = (src + 1) % n, np.full_like(src, n - 1)
+    else:  # each rank's rows once to every node, and from there to the node's ranks
+        hops = build("wave", plan.machine, {"blocks": 1, "twins": 0}).forward(None)
+        pair, times = np.unique(hops.src * n + hops.dst, return_counts=True)
+        src, dst, turns = pair // n, pair % n, machine.num_nodes
+    member = np.tile(np.arange(a), len(src))
+    per = [sizes.kv(p) * sizes.item for p in sizes.parts]
+    nbytes = np.outer(times * rows, per).ravel().astype(float)
+    src, dst = np.repeat(src, a) * a + member, np.repeat(dst, a) * a + member
+    zero = np.zeros(len(member), dtype=np.int64)
+    return Traffic(zero, src, dst, nbytes, zero), turns * (machine.latency_s + machine.message_s)
+
+
+def ulysses(
+    plan: Plan, machine: Machine, sizes: Sizes, backward: bool
+) -> tuple[tuple[float, float], dict[str, float]]:
+    """Seconds of the all-to-alls before and after the inner attention, and their bytes."""
+    a = plan.intra
+    if a == 1:
+        return (0.0, 0.0), {}
+    tokens = np.array([plan.num_tokens(r) for r in range(plan.ranks)])
+    ends = [
+        (g * a + i, g * a + j) for g in range(plan.inner.ranks) for i in range(a) for j in range(a)
+    ]
+    src, dst = np.array([e for e in ends if e[0] != e[1]]).T
+    q = np.array([sizes.q(p) * sizes.item for p in sizes.parts])
+    kv = np.array([sizes.kv(p) * sizes.item for p in sizes.parts])
+    lse = np.array([sizes.q(p) // sizes.head_dim * sizes.wide for p in sizes.parts])
+    # to heads: own tokens, the other's heads; to tokens: the other's tokens, own heads
+    if backward:  # dout, then dq, dk, dv
+        phases = (tokens[src] * q[dst % a], 1), (tokens[dst] * (q + kv)[src % a], 3)
+    else:  # q, k, v, then out and lse
+        phases = (tokens[src] * (q + kv)[dst % a], 3), (tokens[dst] * (q + lse)[src % a], 2)
+    seconds, zero = [], np.zeros_like(src)
+    totals: dict[str, float] = {}
+    for nbytes, times in phases:
+        found = charge(machine, Traffic(zero, src, dst, nbytes.astype(float), zero))
+        each = machine.latency_s + (a - 1) * machine.message_s
+        seconds.append(float(found.seconds.max()) + times * each)
+        totals = sum_bytes(totals, found.link_bytes)
+    return (seconds[0], seconds[1]), totals
+
+
+def sum_bytes(*tables: dict[str, float]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,143 @@
+"""Kernel `math`, plain tensor operations 512 rows at a time, and the float64 oracle made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+from ..lowering.program import Call
+from ..sequence.documents import Documents
+from ..sequence.tiles import Sequences
+from .aten import _cat
+from .kernel import HALF, Kernel, Triple
+from .views import each
+
+
+class Math(Kernel):
+    """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time.
+
+    With a `window`, sequences are whole documents, of which a row sees so many tokens only.
+    """
+
+    name, rows = "math", 512
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def _chunks(
+        self, q: Tensor, k: Tensor, causal: bool, mirrored: bool, scale: float
+    ) -> Iterator[Any]:
+        """(rows, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+        # row i sees keys i + least .. i + most
+        most = 0 if causal and not mirrored else len(k)
+        least = 0 if mirrored else -len(q)
+        if self.window is not None:
+            least, most = max(least, 1 - self.window), min(most, self.window - 1)
+        for low in range(0, len(q), self.rows):
+            high = min(low + self.rows, len(q))
+            keys = slice(max(0, low + least), min(len(k), high + most))
+            scores = torch.einsum("qkgd,skd->kgqs", q[low:high], k[keys]) * scale
+            row = torch.arange(low, high, device=q.device)[:, None]
+            ahead = torch.arange(keys.start, keys.stop, device=q.device) - row
+            hidden = (ahead < least) | (ahead > most)
+            yield slice(low, high), keys, scores.masked_fill_(hidden, -torch.inf)
+
+    @staticmethod
+    def _wide(*tensors: Tensor) -> list[Tensor]:
+        return [x.float() if x.dtype in HALF else x for x in tensors]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for a, m, b, n, mirrored in each(call):
+            qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
+            grouped = qs.unflatten(1, (ks.shape[1], -1))
+            for _, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
+                lse = torch.logsumexp(scores, -1)
+                p = torch.exp(scores - lse[..., None])
+                out = torch.einsum("kgqs,ske->qkge", p, vs[keys])
+                outs.append(out.flatten(1, 2))
+                lses.append(lse.permute(2, 0, 1).flatten(1, 2))
+        return torch.cat(outs), torch.cat(lses)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        scale: float,
+    ) -> Triple:
+        grads = []
+        for a, m, b, n, mirrored in each(call):
+            do, qs, ks, vs, os = self._wide(
+                *(x[a : a + m] for x in (dout, q)),
+                *(x[b : b + n] for x in (k, v)),
+                out[a : a + m],
+            )
+            heads = (ks.shape[1], -1)
+            grouped, do, os = (x.unflatten(1, heads) for x in (qs, do, os))
+            row_lse = lse[a : a + m].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)
+            delta = (do * os).sum(-1).permute(1, 2, 0)
+            dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
+            for rows, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
+                p = torch.exp(scores - row_lse[:, :, rows, None])
+                dv[keys] += torch.einsum("kgqs,qkge->ske", p, do[rows])
+                dp = torch.einsum("qkge,ske->kgqs", do[rows], vs[keys])
+                ds = p * (dp - delta[:, :, rows, None]) * scale
+                dq[rows] = torch.einsum("kgqs,skd->qkgd", ds, ks[keys])
+                dk[keys] += torch.einsum("kgqs,qkgd->skd", ds, grouped[rows])
+            grads.append((dq.flatten(1, 2), dk, dv))
+        return _cat(grads)
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    docs: Documents,
+    *,
+    dout: Tensor | None = None,
+    scale: float | None = None,
+    kernel: Kernel | None = None,
+) -> dict[str, Tensor]:
+    """Attention of a whole row on one device, document by document, in float64 with kernel `math`.
+
+    Args:
+        q, k, v: [T, H, D], [T, K, D], [T, K, E] in row order.
+        dout: [T, H, E]; with it the gradients dq, dk, dv are returned too.
+        kernel: another kernel to run, in the inputs' dtype ("the plain kernel"); for documents with
+            a window Math(window), the only one that takes it.
+
+    Returns:
+        {"out", "lse"} and, with dout, {"dq", "dk", "dv"}.
+
+    Raises:
+        PlanError: a kernel without the documents' window.
+    """
+    if kernel is None:
+        kernel, (q, k, v) = Math(docs.window), (x.double() for x in (q, k, v))
+        dout = None if dout is None else dout.double()
+    if getattr(kernel, "window", None) != docs.window:
+        raise PlanError(f"kernel {kernel.name!r} takes no window={docs.window}; use Math(window)")
+    some = docs.lengths > 0
+    low, count = docs.cu_seqlens[:-1][some], docs.lengths[some]
+    call = Call(docs.causal, Sequences(low, count, low, count), (), ())
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not some.any():
+        empty = {"out": q.new_zeros(0, q.shape[1], v.shape[2]), "lse": q.new_zeros(q.shape[:2])}
+        return empty if dout is None else {**empty, "dq": q, "dk": k, "dv": v}
+    out, lse = kernel.forward(q, k, v, call, scale)
+    result = {"out": (out := out.to(q.dtype)), "lse": lse}
+    if dout is not None:
+        grads = kernel.backward(dout, q, k, v, out, lse, call, scale)
+        result |= {n: g.to(q.dtype) for n, g in zip(("dq", "dk", "dv"), grads, strict=True)}
+    return result

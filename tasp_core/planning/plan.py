@@ -1,0 +1,464 @@
+"""Plan: documents + layout + schedule. What is drawn, proved, predicted and run is this one object.
+
+    >>> from tasp_core import plan
+    >>> p = plan(Documents.of([5, 7]), ranks=3, schedule="ring", layout="contiguous")
+    >>> print(p)
+    plan: ring x contiguous, 3 ranks, 12 tokens in 2 documents, causal; 1 share a rank, 2 steps
+    step  into 0    into 1    into 2
+    0     2>kv2.0   0>kv0.0   1>kv1.0
+    1     2>kv1.0   0>kv2.0   1>kv0.0
+    >>> p.hops().words()[0], Plan.from_json(p.to_json()) == p
+    ('t0 0>1 kv0.0', True)
+
+What one message carries is a unit: one part of one share of one rank's keys and values. Share j of a
+rank is part j of each of its layout's blocks: a zigzag share has two parts, a piece of the front block
+and a piece of the back block, and each of them is one contiguous run of local tokens.
+
+Everything here is NumPy; no tensor library is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import LayoutError, PlanError, whole
+from ..machines.machine import Machine
+from ..machines.presets import MESH
+from ..machines.presets import machine as find_machine
+from ..schedules import KINDS, Hops, Promise, Schedule, Table, build
+from ..schedules.routed import busiest
+from ..sequence.documents import Documents
+from ..sequence.layouts import Layout, Pieces
+from .plan_file import (
+    MOST_RANKS,
+    read_documents,
+    read_json,
+    read_layout,
+    read_machine,
+    read_schedule,
+    recipe,
+)
+
+SCHEMA = 1
+MOST_TOKENS = 1 << 31
+MOST_WINDOW = 1 << 60
+MOST_IDLE = 16  # steps without hops that a table shows one by one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one packed row's attention is computed on `ranks` ranks; frozen, hashable, picklable.
+
+    Build it with `plan(...)`; attributes `docs`, `layout`, `schedule`, `machine`, `ranks`.
+    """
+
+    docs: Documents
+    layout: Layout
+    schedule: Schedule
+    machine: Machine
+    intra: int = 1
+
+    def __post_init__(self) -> None:
+        """Every plan passes here, whether options, words, JSON or a pickle make it.
+
+        Raises:
+            PlanError: parts that do not belong together; more ranks or tokens than can be counted.
+        """
+        intra = whole(self.intra, "intra", 1, PlanError)
+        n = self.layout.ranks
+        if n * intra > MOST_RANKS:
+            raise PlanError(f"a plan has at most {MOST_RANKS} ranks, got {n} groups of {intra}")
+        if self.docs.total > MOST_TOKENS:
+            raise PlanError(
+                f"a plan has at most {MOST_TOKENS} tokens, so that pairs can be counted; "
+                f"the row has {self.docs.total}"
+            )
+        if (self.docs.window or 0) > MOST_WINDOW:
+            raise PlanError(f"a window is at most {MOST_WINDOW} tokens, got {self.docs.window}")
+        for what, found in (("schedule", self.schedule.ranks), ("machine", self.machine.ranks)):
+            if found != n:
+                raise PlanError(f"the {what} is for {found} ranks, the layout for {n}")
+        if self.layout.docs != self.docs:
+            raise PlanError(
+                "the layout is of other documents than the plan; make it with tasp.plan"
+            )
+        node_size = n if self.schedule.collective else self.machine.node_size
+        if n > 1 and self.schedule.node_size != node_size:
+            raise PlanError(
+                f"the schedule is for nodes of {self.schedule.node_size} ranks, "
+                f"the machine has nodes of {node_size}"
+            )
+        like = self.schedule.like if isinstance(self.schedule, Table) else self.schedule
+        compiled = getattr(like, "layout", None)
+        if compiled not in (None, self.layout):
+            raise PlanError(
+                f"the schedule is compiled for layout {compiled.name!r} of other tokens; "
+                "make it with tasp.plan"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks the plan is for: groups of `intra` ranks, one group for each rank of `inner`."""
+        return self.layout.ranks * self.intra
+
+    @cached_property
+    def inner(self) -> Plan:
+        """What runs between the groups; the plan itself where intra is 1."""
+        return self if self.intra == 1 else replace(self, intra=1)
+
+    def member_tokens(self, group: int) -> np.ndarray:
+        """Borders of the members' tokens among those of their group, int64 [intra + 1]."""
+        return self.layout.num_tokens(group) * np.arange(self.intra + 1) // self.intra
+
+    def tokens(self, rank: int) -> np.ndarray:
+        """Global token ids of a rank in local order, int64: row i of its q, k, v is this token.
+
+        Raises:
+            LayoutError: the rank does not exist.
+        """
+        group, member = divmod(self._rank(rank), self.intra)
+        low, high = self.member_tokens(group)[member : member + 2]
+        return self.layout.tokens(group)[low:high]
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Position of each of the rank's tokens inside its document (for rotary embeddings), int64."""
+        return self.docs.positions(self.tokens(rank))
+
+    def num_tokens(self, rank: int) -> int:
+        """Tokens a rank holds.
+
+        Raises:
+            LayoutError: the rank does not exist.
+        """
+        group, member = divmod(self._rank(rank), self.intra)
+        low, high = self.member_tokens(group)[member : member + 2]
+        return int(high - low)
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.ranks:
+            raise LayoutError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
+        return rank
+
+    def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rank and local index of global tokens."""
+        group, row = self.layout.locate(tokens)
+        if self.intra == 1:
+            return group, row
+        borders = np.stack([self.member_tokens(g) for g in range(self.layout.ranks)])[group]
+        member = (row[:, None] >= borders[:, 1:]).sum(axis=1)
+        return group * self.intra + member, row - borders[np.arange(len(row)), member]
+
+    def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
+        """The hop table of the forward or backward pass, of one rank or all.
+
+        With `intra` above 1 it is between groups, and `rank` is a group's number.
+
+        Raises:
+            PlanError: the rank, or group, does not exist.
+        """
+        if rank is not None and not 0 <= rank < self.layout.ranks:
+            what = "rank" if self.intra == 1 else f"group of {self.intra} ranks"
+            raise PlanError(
+                f"{what} {rank} does not exist: {what.split()[0]}s are 0..{self.layout.ranks - 1}"
+            )
+        return self.schedule.hops(rank, backward=backward)
+
+    def with_hops(
+        self, words: Iterable[str], *, num_shares: int | None = None, promise: Promise | None = None
+    ) -> Plan:
+        """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
+        old = self.schedule
+        shares = old.num_shares if num_shares is None else num_shares
+        if old.uneven and shares != old.num_shares:
+            raise PlanError(
+                "num_shares cannot change: this schedule's shares have sizes of their own"
+            )
+        like = old.like if isinstance(old, Table) else old if old.uneven else None
+        if promise is None:
+            promise = old.promise
+            if old.collective:  # its words are single messages, over the machine's links and NICs
+                buffer = promise.buffer
+                promise = busiest(old.hops(), old.ranks, self.machine.node_size)
+                promise = promise._replace(buffer=buffer)
+        table = Table(
+            self.layout.ranks,
+            self.machine.node_size,
+            old.exchange,
+            tuple(words),
+            whole(shares, "num_shares", 1, PlanError),
+            promise,
+            like,
+        )
+        return replace(self, schedule=table)
+
+    @cached_property
+    def units(self) -> Units:
+        """The parts of every rank's shares, and the pieces of documents in them."""
+        return cut_units(self.layout, self.schedule)
+
+    def unit_of(self, hops: Hops, part: int) -> np.ndarray:
+        """Number of the unit each hop moves for one part of its share."""
+        return (hops.owner * self.units.parts + part) * self.schedule.num_shares + hops.share
+
+    def amounts(self, hops: Hops) -> tuple[np.ndarray, int]:
+        """What each hop moves, and the most a rank has: tokens where shares are uneven, else shares."""
+        if not self.schedule.uneven:
+            return np.ones_like(hops.share), self.schedule.num_shares
+        return self.tokens_moved(hops), max(1, int(self.layout.counts.max()))
+
+    def tokens_moved(self, hops: Hops) -> np.ndarray:
+        """Tokens each hop moves."""
+        parts = range(self.units.parts)
+        return np.sum([self.units.count[self.unit_of(hops, p)] for p in parts], axis=0)
+
+    @cached_property
+    def _digest(self) -> str:
+        mask = [self.docs.causal, self.docs.window]
+        text = json.dumps([SCHEMA, recipe(self), mask], sort_keys=True).encode()
+        return hashlib.sha256(text + self.docs.cu_seqlens.astype("<i8").tobytes()).hexdigest()
+
+    def fingerprint(self) -> str:
+        """Hex digest, equal on two ranks iff they have the same documents, layout and schedule."""
+        return self._digest
+
+    def to_json(self) -> str:
+        """JSON text that `Plan.from_json` reads back to an equal plan."""
+        documents = {
+            "cu_seqlens": self.docs.cu_seqlens.tolist(),
+            "causal": self.docs.causal,
+            "window": self.docs.window,
+        }
+        machine = asdict(self.machine)
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "documents": documents,
+                **recipe(self),
+                "world_size": self.ranks,
+                "machine": machine,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read `to_json` text.
+
+        Raises:
+            PlanError: not a plan, another schema version, or values no plan can have.
+        """
+        data = read_json(text, SCHEMA)
+        docs, machine = read_documents(data), read_machine(data)
+        layout = read_layout(data, docs)
+        return cls(docs, layout, read_schedule(data, machine, layout), machine, data["intra"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.docs, self.layout, self.schedule, self.machine, self.intra)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def summary(self) -> str:
+        """One line: what the plan is."""
+        docs, shares = self.docs, self.schedule.num_shares
+        num = len(docs.lengths)
+        steps = self.schedule.num_steps()
+        window = "" if docs.window is None else f" in a window of {docs.window}"
+        return (
+            f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
+            f"in {num} document{'s' * (num != 1)}, {'causal' if docs.causal else 'full'}{window}; "
+            f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
+        )
+
+    def _inside(self) -> str:
+        if self.intra == 1:
+            return ""
+        last = self.layout.ranks - 1
+        return (
+            f"; heads over groups of {self.intra} ranks, the table is between {last + 1} groups: "
+            f"{self.name_of(last)}"
+        )
+
+    def name_of(self, number: int) -> str:
+        """What a number in hops and tables means: "rank 3", or "group 3 (ranks 6..7)" where intra is 2."""
+        if self.intra == 1:
+            return f"rank {number}"
+        return f"group {number} (ranks {number * self.intra}..{(number + 1) * self.intra - 1})"
+
+    def table(self, *, backward: bool = False, mark: int | None = None, width: int = 4) -> str:
+        """The step x rank table: what each rank receives, "src>kvOWNER.SHARE"; `mark` points at a step.
+
+        A cell shows at most `width` hops, then "+k" for k more; many steps without hops are one line.
+        """
+        hops = self.hops(backward=backward)
+        used = np.unique(hops.step).tolist()
+        cells: dict[tuple[int, int], list[str]] = {}
+        rows = zip(*(c.tolist() for c in hops), strict=True)
+        for step, src, dst, owner, share, kind in rows:
+            cells.setdefault((step, dst), []).append(f"{src}>{KINDS[kind]}{owner}.{share}")
+        into = "into" if self.intra == 1 else "into group"
+        lines = [["step", *(f"{into} {r}" for r in range(self.layout.ranks))]]
+        for before, step in zip([-1, *used], used, strict=False):
+            if step - before > MOST_IDLE:
+                lines.append(["...", *["-"] * self.layout.ranks])
+                before = step - 1
+            for t in range(before + 1, step + 1):
+                row = [f"{t}" + (" <--" if t == mark else "")]
+                for rank in range(self.layout.ranks):
+                    words = cells.get((t, rank), ["-"])
+                    more = f" +{len(words) - width}" if len(words) > width else ""
+                    row.append(" ".join(words[:width]) + more)
+                lines.append(row)
+        widths = [max(8, *(len(x) for x in column)) + 2 for column in zip(*lines, strict=True)]
+        widths[0] = max(6, *(len(line[0]) + 2 for line in lines))
+        text = ("".join(x.ljust(w) for x, w in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join(line.rstrip() for line in text)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.table()}"
+
+
+def make_plan(
+    docs: Documents | Iterable[int],
+    ranks: int,
+    *,
+    schedule: str = "tasp",
+    layout: str = "zigzag",
+    machine: Machine | str | None = None,
+    intra: int = 1,
+    schedule_options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """`tasp_core.plan` for a named schedule and a named layout.
+
+    Raises:
+        PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
+    """
+    ranks = whole(ranks, "ranks", 1, PlanError)
+    if not isinstance(docs, Documents):
+        docs = Documents.of(docs)
+    intra = whole(intra, "intra", 1, PlanError)
+    found = between_groups(resolve_machine(machine, ranks), intra)
+    try:
+        options = tuple(sorted((schedule_options or {}).items()))
+        return _planned(docs, schedule, layout, found, intra, options)
+    except TypeError:  # an option that cannot be remembered is not one that works: say so
+        placed = Layout(layout, docs, found.ranks)
+        return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
+
+
+@lru_cache(maxsize=32)
+def _planned(
+    docs: Documents,
+    schedule: str,
+    layout: str,
+    machine: Machine,
+    intra: int,
+    options: tuple[tuple[str, Any], ...],
+) -> Plan:
+    """A plan of the machine between groups; the same object, with what it has compiled, if asked again."""
+    placed = _laid_out(layout, docs, machine.ranks)
+    return Plan(docs, placed, build(schedule, machine, dict(options), placed), machine, intra)
+
+
+@lru_cache(maxsize=32)
+def _laid_out(layout: str, docs: Documents, ranks: int) -> Layout:
+    """One object for plans that differ in their schedules only: what it has found out is shared."""
+    return Layout(layout, docs, ranks)
+
+
+def resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
+    """A machine of `ranks` ranks: the given one, a named one, or one full mesh.
+
+    Raises:
+        PlanError: it has another number of ranks.
+    """
+    if machine is None:
+        return replace(MESH, name=f"mesh{ranks}", node_size=ranks)
+    found = machine if isinstance(machine, Machine) else find_machine(machine)
+    if found.ranks != ranks:
+        raise PlanError(
+            f"machine {found.name!r} has {found.ranks} ranks ({found.num_nodes} nodes of "
+            f"{found.node_size}), the plan is for {ranks}; give a machine with {ranks} ranks"
+        )
+    return found
+
+
+def between_groups(machine: Machine, intra: int) -> Machine:
+    """The machine of which each group of `intra` node mates is one rank.
+
+    Raises:
+        PlanError: groups that do not fit into nodes; names the degrees that do.
+    """
+    m = machine.node_size
+    if intra == 1:
+        return machine
+    if m % intra:
+        fit = ", ".join(str(a) for a in range(1, m + 1) if m % a == 0)
+        raise PlanError(
+            f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}; use one of {fit}"
+        )
+    name = f"{machine.name}/{intra}"
+    if machine.plain:
+        return replace(machine, name=name, node_size=m // intra)
+    # members of a group work side by side: the slowest one's link or NIC is their group's
+    slowest: dict[str, float] = {}
+    for resource, gbps in machine.overrides:
+        group = re.sub(r"\d+", lambda r: str(int(r[0]) // intra), resource)
+        ends = set(re.findall(r"\d+", group))
+        if not resource.startswith("bus") and len(ends) > resource.startswith("link"):
+            slowest[group] = min(gbps, slowest.get(group, gbps))
+    nic_gbps = machine.nic_gbps * (machine.nics or m) / m
+    return replace(
+        machine,
+        name=name,
+        node_size=m // intra,
+        nic_gbps=nic_gbps,
+        nics=0,
+        buses=(),
+        overrides=tuple(slowest.items()),
+    )
+
+
+class Units(NamedTuple):
+    """The parts of shares: what one message carries. Unit ((owner * parts) + part) * shares + share.
+
+    `low` and `count` are the owner's local tokens; pieces `first[u] .. first[u + 1] - 1` make up
+    unit u, in local order, each inside one document.
+    """
+
+    parts: int
+    low: np.ndarray
+    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
+    first: np.ndarray
+    pieces: Pieces
+
+
+def cut_units(layout: Layout, schedule: Schedule) -> Units:
+    """Every rank's tokens cut into units, and those into pieces of documents."""
+    shares = schedule.num_shares
+    lows, counts, numbers, pieces = [], [], [], []
+    for rank in range(layout.ranks):
+        cuts = schedule.cuts(layout, rank)
+        low = cuts[:, :-1].ravel()
+        part = layout.pieces(rank, np.unique(cuts))
+        # empty units share their low end with the next one; the last such unit has the tokens
+        number = np.searchsorted(low, part.offset, side="right") - 1
+        lows.append(low)
+        counts.append(np.diff(cuts, axis=1).ravel())
+        numbers.append(number + rank * len(low))
+        pieces.append(part._replace(offset=part.offset - low[number]))
+    low = np.concatenate(lows)
+    first = np.zeros(len(low) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(np.concatenate(numbers), minlength=len(low)), out=first[1:])
+    joined = Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+    return Units(len(low) // (shares * layout.ranks), low, np.concatenate(counts), first, joined)

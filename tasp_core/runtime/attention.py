@@ -1,0 +1,197 @@
+"""`attention(q, k, v, plan, group)`: sequence-parallel attention as one differentiable function.
+
+    out = tasp.attention(q, k, v, plan, group)      # rows in plan.tokens(rank) order, on every rank
+
+Validates on every rank and raises the same error on all of them before anything is exchanged.
+Does not cover: dropout, biases, key/value caches. This file imports torch only when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError
+from ..planning.heads import split_heads
+from ..planning.plan import Plan
+from .validate import _complaint, _note, _option_complaint, _order_error
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..kernels.kernel import Kernel
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    group: Any = None,
+    scale: float | None = None,
+    kernel: str | Kernel = "auto",
+    *,
+    return_lse: bool = False,
+    grad_comm_dtype: torch.dtype | None = None,
+    keep_kv: bool = False,
+    tokens: Tensor | None = None,
+) -> Any:
+    """Attention of a packed row whose tokens are spread over the ranks of `group` by `plan`.
+
+    Args:
+        q: [t, Hq, Dk], t = plan.num_tokens(rank) rows in plan.tokens(rank) order; or [B, t, Hq, Dk],
+            where every one of the B rows follows the plan. Strided views are fine.
+        k: [t, Hkv, Dk] or [B, t, Hkv, Dk]; Hkv divides Hq.
+        v: [t, Hkv, Dv] or [B, t, Hkv, Dv].
+        plan: the same plan on every rank.
+        group: a torch.distributed process group of plan.ranks ranks; None: the default group, or a
+            single process when plan.ranks is 1.
+        scale: factor on the scores; default Dk ** -0.5.
+        kernel: "auto", "math", "aten" or "flash", or a `kernels.Kernel` of your own.
+        return_lse: also return the log-sum-exp of the scores, [t, Hq] or [B, t, Hq], not
+            differentiable, float32 (float64 for float64 inputs).
+        grad_comm_dtype: dtype of key/value gradients on the wire; default float32 (float64).
+        keep_kv: keep the keys and values that arrive for the backward pass, in which they then do
+            not travel again; memory for all keys a rank needs instead of two shards. Default: no.
+
+    Returns:
+        out [t, Hq, Dv] or [B, t, Hq, Dv] in q's dtype. Differentiable once, in q, k and v.
+
+    Raises:
+        PlanError: on every rank, when any rank's tensors or plan do not fit; says which and why.
+        TransportError: a peer stopped answering.
+        ImportError: torch is missing, or older than the oldest that was tried.
+    """
+    from .. import torch_required  # noqa: F401, I001 (before all that imports torch)
+    import torch
+
+    from ..runtime import checkpointing as recompute
+
+    # one graph break where torch.compile traces a model; eager code does not pay for it
+    run = recompute.opaque() if torch.compiler.is_compiling() else recompute.once
+    return run(
+        _attention,
+        q,
+        k,
+        v,
+        plan,
+        group,
+        scale,
+        kernel,
+        return_lse=return_lse,
+        grad_comm_dtype=grad_comm_dtype,
+        keep_kv=keep_kv,
+        tokens=tokens,
+    )
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    group: Any,
+    scale: float | None,
+    kernel: str | Kernel,
+    *,
+    return_lse: bool,
+    grad_comm_dtype: torch.dtype | None,
+    keep_kv: bool,
+    tokens: Tensor | None,
+) -> Any:
+    """`attention` itself."""
+    import torch
+    import torch.distributed as dist
+
+    from ..kernels.resolve import resolve
+    from .exchange import Exchange, carriage_error
+    from .execute import Attention, Context
+
+    q, k, v = _autocast(q, k, v)
+    exchange = None
+    ranks = getattr(plan, "ranks", 0)
+    if group is not None or (dist.is_available() and dist.is_initialized() and ranks != 1):
+        device = q.device if isinstance(q, torch.Tensor) else None
+        exchange = Exchange(group, _members(plan, group), device)
+    rank = exchange.own if exchange else 0
+    error = _complaint(q, k, v, plan, rank, exchange.world if exchange else 1, kernel)
+    error = error or _option_complaint(scale, grad_comm_dtype) or _order_error(tokens, plan, rank)
+    note: dict[str, str] = {}
+    if exchange and exchange.world > 1:
+        error = error or carriage_error(exchange.group, q.device)
+        if not error:
+            note = _note(q, k, v, plan, scale, grad_comm_dtype)
+            note |= {"keep_kv": str(bool(keep_kv)), "device": q.device.type}
+            note["q, k or v require gradients"] = str(_differentiates(q, k, v))
+        call = exchange.handshake(
+            {"error": error} if error else note | {"pass": "the forward pass"}
+        )
+        note["pass"] = f"the backward pass of call {call}"
+    if error:
+        raise PlanError(f"rank {rank}: {error}")
+
+    batched = q.dim() == 4
+    if batched:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    context = Context(
+        plan.inner,
+        rank // plan.intra,
+        exchange,
+        resolve(kernel, q.device.type, q.dtype),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        grad_comm_dtype,
+        bool(keep_kv),
+        _ulysses(exchange.group, plan, rank, q, k) if exchange and plan.intra > 1 else None,
+        note,
+    )
+    out, lse = Attention.apply(context, q, k, v)
+    if batched:
+        out, lse = out.transpose(0, 1), lse.transpose(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as scaled_dot_product_attention gets them under autocast; else as they are."""
+    import torch
+
+    device = getattr(getattr(tensors[0], "device", None), "type", "cpu")
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Any) -> Any:
+        known = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == device
+        return x.to(dtype) if known and x.dtype != torch.float64 else x
+
+    return tuple(map(cast, tensors))
+
+
+def _differentiates(*tensors: Tensor) -> bool:
+    """Whether a backward pass may follow, in which all ranks must take part."""
+    import torch
+
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _members(plan: Any, group: Any) -> Sequence[int] | None:
+    """The ranks that run the inner plan together with this one; None: all, or not known yet."""
+    import torch.distributed as dist
+
+    if not isinstance(plan, Plan) or plan.intra == 1:
+        return None
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    return range(rank % plan.intra, world, plan.intra) if world == plan.ranks else None
+
+
+def _ulysses(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
+    """The exchange of heads for tokens in a rank's Ulysses group."""
+    import numpy as np
+
+    from .ulysses import Group, Ulysses
+
+    index, member = divmod(rank, plan.intra)
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    counts = tuple(np.diff(plan.member_tokens(index)).tolist())
+    split = tuple(split_heads(heads, kv_heads, plan.intra))
+    return Ulysses(Group(group, index * plan.intra, member, counts, split), heads, kv_heads)
