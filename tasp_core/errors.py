@@ -37,10 +37,10 @@ class TransportError(RuntimeError):
         self.peers = tuple(int(peer) for peer in peers)
 
 
-def whole(value: Any, what: str, least: int, error: type[ValueError]) -> int:
+def check_int(value: Any, what: str, least: int, error: type[ValueError]) -> int:
     """`value` as an int, if it is a whole number of at least `least`; else the error says so.
 
-    >>> whole(4.0, "ranks", 1, PlanError)
+    >>> check_int(4.0, "ranks", 1, PlanError)
     4
     """
     try:

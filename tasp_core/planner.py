@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .costs.select import TYPICAL, select
-from .errors import PlanError, whole
+from .errors import PlanError, check_int
 from .machines.machine import Machine
 from .planning.heads import split_heads
 from .planning.plan import Plan, make_plan, resolve_machine
@@ -57,10 +57,10 @@ def plan(
         )
     if schedule_options:
         raise PlanError("schedule_options need a named schedule, not 'auto'")
-    ranks = whole(ranks, "ranks", 1, PlanError)
+    ranks = check_int(ranks, "ranks", 1, PlanError)
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
-    intra = whole(intra, "intra", 1, PlanError)
+    intra = check_int(intra, "intra", 1, PlanError)
     where = resolve_machine(machine, ranks)
     return select(docs, where, **TYPICAL, schedule=schedule, layout=layout, intra=intra).plan
 

@@ -26,16 +26,17 @@ class Machine:
             return np.full((rows, *shape), POISON)
 
         ids = [
-            np.concatenate([self.tokens, room(n)]) for n in (program.arena_rows, program.guest_rows)
+            np.concatenate([self.tokens, room(n)])
+            for n in (program.kv_buffer_rows, program.remote_query_rows)
         ]
-        self.result = room(own + program.guest_rows, total)
+        self.result = room(own + program.remote_query_rows, total)
         self.buffers = {
             "kv": ids[0],
             "q": ids[1],
-            "grad": room(own + program.acc_rows, total),
-            "landing": room(program.landing_rows, total),
+            "grad": room(own + program.remote_grad_rows, total),
+            "landing": room(program.grad_receive_rows, total),
             "found": self.result[own:],
-            "answers": room(program.answer_rows, total),
+            "answers": room(program.received_partial_rows, total),
         }
         self.grad = self.buffers["grad"]
         self.result[:own], self.grad[:own] = 0, 0
@@ -61,7 +62,7 @@ class Machine:
     def meet(self, call: Call, keys: np.ndarray) -> np.ndarray:
         """Count a call's pairs into the queries' results; its key rows' counts end to end."""
         parts, grads, total = [], [], self.grad.shape[1]
-        last = len(call.sequences.q_lo) - call.mirrored
+        last = len(call.sequences.q_lo) - call.inverse_causal
         for i, (a, m, b, n) in enumerate(zip(*(c.tolist() for c in call.sequences), strict=True)):
             ids, asking = keys[b : b + n], self.buffers["q"][a : a + m]
             assert (len(ids), len(asking)) == (n, m)
@@ -167,7 +168,7 @@ def _gather(ranks: list[Machine]) -> None:
     (count,) = rows
     for r in ranks:
         assert len(r.tokens) <= count
-        assert r.program.arena_rows == len(ranks) * count
+        assert r.program.kv_buffer_rows == len(ranks) * count
         for other in ranks:
             at = len(r.tokens) + other.program.rank * count
             padded = np.concatenate([other.tokens, np.full(count - len(other.tokens), POISON)])

@@ -17,7 +17,7 @@ from tasp_core.kernels.reference import oracle
 from tasp_core.kernels.varlen import VarlenKernel
 from tasp_core.kernels.views import aligned
 from tasp_core.lab.bench.accuracy import Inputs
-from tasp_core.lab.bench.one_process import run_virtual
+from tasp_core.lab.bench.one_process import run_in_process
 from tasp_core.runtime import execute
 
 DIMS = (8, 20, 24, 64, 68, 72)
@@ -100,7 +100,7 @@ def test_rows_that_travelled_and_queries_of_other_ranks(schedule, layout, dims, 
     docs = tasp.Documents.of([37, 1, 22, 3])
     plan = tasp.plan(docs, 4, schedule=schedule, layout=layout)
     inputs, kernel = inputs_of(docs.total, 4, 2, *dims, dtype), Careful()
-    ranks = run_virtual(plan, inputs, VarlenKernel(kernel))
+    ranks = run_in_process(plan, inputs, VarlenKernel(kernel))
     found = [tasp.unshard(list(pieces), plan) for pieces in zip(*ranks, strict=True)]
     names = ("out", "lse", "dq", "dk", "dv")
     assert_close(dict(zip(names, found, strict=True)), inputs, docs)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Judge
+from tasp_core.lab.bench.accuracy import Inputs, Reference
 from tasp_core.schedules import DKV, DQ
 
 DOCS = tasp.Documents.of([37, 81, 2, 60])
@@ -87,7 +87,7 @@ def test_float64_is_exact_to_1e_12_and_math_is_as_good_as_its_dtype(ranks, kerne
     plans = PLANS4 if ranks == 4 else [planned(1)]
     jobs = [(p, x, {"kernel": kernel}) for p in plans for x in (wide, narrow)]
     for (p, inputs, _), pieces in zip(jobs, run(ranks, jobs), strict=True):
-        judge = Judge(inputs, DOCS, kernel)
+        judge = Reference(inputs, DOCS, kernel)
         errors = judge.errors(pieces, p)
         assert errors.ok or inputs is wide, errors
         assert inputs is narrow or max(errors.ours.values()) < 1e-12
@@ -99,7 +99,7 @@ def test_key_and_value_head_dims_may_differ(dims):
     base = Inputs.random(DOCS.total, 4, 2, 24)
     cut = [x[..., :d] for x, d in zip(base.tensors(), (dims[0], *dims, dims[1]), strict=True)]
     inputs = Inputs(*cut)
-    judge = Judge(inputs, DOCS)
+    judge = Reference(inputs, DOCS)
     for p, pieces in zip(PLANS4, run(4, [(p, inputs, {}) for p in PLANS4]), strict=True):
         assert judge.errors(pieces, p).ok, p.summary()
         assert pieces[0][0].shape[-1] == dims[1]
@@ -116,7 +116,7 @@ def test_an_explicit_scale_is_the_scale_of_the_scores():
 
 
 def test_gradients_travel_narrower_where_asked():
-    judge, options = Judge(INPUTS, DOCS), {"grad_comm_dtype": torch.bfloat16}
+    judge, options = Reference(INPUTS, DOCS), {"grad_comm_dtype": torch.bfloat16}
     answers = run(4, [(p, INPUTS, o) for p in PLANS4 for o in ({}, options)])
     for p, wide, narrow in zip(PLANS4, answers[::2], answers[1::2], strict=True):
         moved = set(p.hops(backward=True).kind.tolist())
@@ -274,7 +274,7 @@ def test_every_rank_raises_the_same_error(answers, name):
 
 
 def test_after_errors_the_group_still_works(answers):
-    assert Judge(INPUTS, DOCS).errors([rank[1] for rank in answers], planned(2)).ok
+    assert Reference(INPUTS, DOCS).errors([rank[1] for rank in answers], planned(2)).ok
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -14,7 +14,7 @@ import tasp_core as tasp
 from tasp_core.costs.bytes import BACKWARD, FORWARD
 from tasp_core.errors import PlanError
 from tasp_core.lab.bench import attention as attention_bench
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lab.bench.attention import Config, remote_unused, sampled_gap, too_fast
 from tasp_core.lab.bench.collect import collect, write_csv
 from tasp_core.lab.bench.emulated_cases import Goal, cases, ccr, gaps, judge, table
@@ -23,7 +23,7 @@ from tasp_core.lab.emulation.device import CALL_S, Device
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import exchange as transport
 from tasp_core.runtime.exchange import Exchange
-from tasp_core.runtime.packing import parcels, put_rows, take_rows
+from tasp_core.runtime.packing import packed_messages, put_rows, take_rows
 from visualize.curves import PUBLISHED, curves, gains
 
 DOCS = tasp.Documents.of([96])
@@ -58,7 +58,7 @@ def test_a_pass_that_ignores_remote_values_is_caught(monkeypatch):
 
 
 def test_own_errors_are_the_same_on_all_ranks_and_see_a_wrong_one(monkeypatch):
-    p, oracle = tasp.plan(DOCS, 3), Judge(INPUTS, DOCS)
+    p, oracle = tasp.plan(DOCS, 3), Reference(INPUTS, DOCS)
     good = on_ranks(3, lambda one: held([one], oracle)[0], p)
     assert all(e.ok and e == good[0] for e in good)
     monkeypatch.setattr(Exchange, "post", deaf)
@@ -126,9 +126,9 @@ def test_large_messages_travel_in_parts(monkeypatch):
     _, programs = kv_step()
     m = next(m for m in programs[0].steps[1].sends if len(m.ranges) > 1)
     rows = {"kv": torch.zeros(1000, 8)}
-    assert len(parcels([m], rows, receive=False)[0]) == 1
+    assert len(packed_messages([m], rows, receive=False)[0]) == 1
     monkeypatch.setattr("tasp_core.runtime.packing.SMALL_BYTES", 1)
-    parts, landing = parcels([m], rows, receive=True)
+    parts, landing = packed_messages([m], rows, receive=True)
     assert not landing
     assert [len(p.rows) for p in parts] == [count for _, count in m.ranges]
     assert len({p.tag for p in parts}) == len(parts)

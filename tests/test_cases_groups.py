@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tasp_core as tasp
 from tasp_core.kernels import flash
 from tasp_core.kernels.aten import AtenCpu
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.lowering.program import Message, Step
 from tasp_core.runtime import execute
 from tasp_core.runtime.exchange import Exchange
@@ -29,7 +29,7 @@ def results(rank, group, plans, inputs):
 
 def errors_of(plans, inputs, docs):
     """Errors of each plan, all plans run in one launch."""
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     by_rank = tasp.launch(results, plans[0].ranks, plans, inputs)
     return [judge.errors([r[i] for r in by_rank], p) for i, p in enumerate(plans)]
 
@@ -137,7 +137,7 @@ def test_two_groups_of_two_in_a_world_of_four_run_plans_of_their_own():
 
     answers = tasp.launch(work, 4)
     for group, (docs, inputs) in enumerate(rows):
-        judge = Judge(inputs, docs)
+        judge = Reference(inputs, docs)
         pieces = [x[2] for x in sorted((a for a in answers if a[0] == group), key=lambda a: a[1])]
         for i, p in enumerate(plans[group]):
             assert judge.errors([x[i] for x in pieces], p).ok, p.summary()
@@ -162,7 +162,7 @@ def test_g4_two_groups_used_from_two_threads_are_right():
 
     answers = tasp.launch(work, 2, timeout_s=60)
     for i, p in enumerate(plans):
-        judge, runs = Judge(inputs[i], DOCS), list(zip(*(a[i] for a in answers), strict=True))
+        judge, runs = Reference(inputs[i], DOCS), list(zip(*(a[i] for a in answers), strict=True))
         assert len(runs) == 10
         for pieces in runs:
             assert judge.errors(pieces, p).ok, p.summary()

@@ -1,6 +1,6 @@
 """Lengths and documents that broke other systems: L1-L5, L7-L15, N12. L6 is in test_layout.py.
 
-"= dense" is what `Judge` says: out, lse, dq, dk, dv against the float64 oracle, within twice the
+"= dense" is what `Reference` says: out, lse, dq, dk, dv against the float64 oracle, within twice the
 plain single-device kernel's own error or 8 roundings of the largest value.
 """
 
@@ -17,7 +17,7 @@ import torch
 import tasp_core as tasp
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.kernels.reference import oracle
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.lab.training.llama import TinyLlama
 
 SCHEDULES = ("ring", "tasp", "wave", "all_gather")
@@ -41,7 +41,7 @@ def run(ranks, jobs):
 
 def assert_dense(ranks, docs, inputs, schedules=SCHEDULES, layouts=("zigzag", "striped")):
     plans = [planned(docs, ranks, s, lay) for s in schedules for lay in layouts]
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     for p, pieces in zip(plans, run(ranks, [(p, inputs) for p in plans]), strict=True):
         errors = judge.errors(pieces, p)
         assert errors.ok, (str(p), errors)
@@ -192,7 +192,7 @@ def test_l11_l13_hardly_any_tokens_on_many_ranks(ranks):
     some = {1: ("zigzag",), 2: tasp.layouts(), 8: ("zigzag", "striped")}[ranks]
     for d, causal in itertools.product(FEW, (True, False) if ranks < 8 else (True,)):
         docs = tasp.Documents.of(d, causal=causal)
-        judge = Judge(rows[d], docs)
+        judge = Reference(rows[d], docs)
         for schedule, layout in itertools.product(SCHEDULES, some):
             jobs.append((planned(docs, ranks, schedule, layout), rows[d]))
             judges.append(judge)
@@ -207,7 +207,7 @@ def test_l13_ranks_without_tokens_take_part_in_collectives(schedule):
     docs, inputs = tasp.Documents.of([2, 1]), Inputs.random(3, 2, 1, 8)
     p = tasp.plan(docs, 4, schedule=schedule, schedule_options={"exchange": "all_to_all"})
     pieces = tasp.launch(results, 4, [(p, inputs)], timeout_s=10)
-    assert Judge(inputs, docs).errors([x[0] for x in pieces], p).ok
+    assert Reference(inputs, docs).errors([x[0] for x in pieces], p).ok
 
 
 def test_l12_keys_without_queries_of_a_document_and_the_reverse():

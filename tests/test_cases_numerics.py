@@ -20,7 +20,7 @@ import tasp_core as tasp
 from tasp_core.kernels import flash
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.kernels.reference import oracle
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference
 from tasp_core.lab.training.llama import TinyLlama
 from tasp_core.runtime import execute
 from tasp_core.runtime.merge import merge, merge_
@@ -268,7 +268,7 @@ def test_n9_gradients_from_every_source_rank_to_every_owner():
         dout = torch.zeros_like(inputs.dout)
         dout[p.tokens(source)] = inputs.dout[p.tokens(source)]
         jobs.append((p, dataclasses.replace(inputs, dout=dout), {}))
-        judges.append(Judge(jobs[-1][1], DOCS))
+        judges.append(Reference(jobs[-1][1], DOCS))
     for (p, *_), judge, pieces in zip(jobs, judges, run(4, jobs), strict=True):
         for owner, name in itertools.product(range(4), NAMES):
             exact = tasp.shard(judge.exact[name], p, owner)
@@ -279,7 +279,7 @@ def test_n9_gradients_from_every_source_rank_to_every_owner():
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_n10_fp16_gradients_have_fp16_accuracy(ranks):
     inputs = Inputs.random(DOCS.total, 4, 2, 32, dtype=torch.float16)
-    judge, p = Judge(inputs, DOCS), planned(ranks)
+    judge, p = Reference(inputs, DOCS), planned(ranks)
     (pieces,) = run(ranks, [(p, inputs, {})])
     assert judge.errors(pieces, p).ok
     for i in (0, 2, 3, 4):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 
 ROWS = {
     "L1": (2, (200, 300, 24, 400, 100)),
@@ -38,7 +38,7 @@ def test_sap_on_rows_that_broke_others(name):
             for layout in ("balanced", "contiguous")
             for machine in (None, nodes)
         ]
-        judge = Judge(inputs, docs)
+        judge = Reference(inputs, docs)
         first = tasp.launch(results, ranks, plans, inputs)
         again = None if window else tasp.launch(results, ranks, plans, inputs)
         for i, p in enumerate(plans):
@@ -51,11 +51,11 @@ def test_sap_on_rows_that_broke_others(name):
 
 def test_l12_there_are_ranks_with_keys_and_without_queries_of_a_document():
     p = tasp.plan(ROWS["L12"][1], 4, schedule="sap", layout="contiguous")
-    assert len(p.schedule.meets.step)  # queries that are computed where only their keys live
+    assert len(p.schedule.offloaded.step)  # queries that are computed where only their keys live
     held = [set(p.docs.document_of(p.tokens(r)).tolist()) for r in range(4)]
     homes = {
         (int(r), int(q))
-        for r, q in zip(p.schedule.meets.rank, p.schedule.meets.q_owner, strict=True)
+        for r, q in zip(p.schedule.offloaded.rank, p.schedule.offloaded.q_owner, strict=True)
     }
     assert any(held[r] != held[q] for r, q in homes)
 
@@ -65,6 +65,6 @@ def test_n12_planning_and_proving_a_long_row_builds_nothing_dense():
     for layout in ("balanced", "contiguous"):
         p = tasp.plan([50_000], 8, schedule="sap", layout=layout)
         assert tasp.check(p).pairs == 50_000 * 50_001 // 2
-        assert all(np.isfinite(tasp.lower(p, r).arena_rows) for r in range(8))
+        assert all(np.isfinite(tasp.lower(p, r).kv_buffer_rows) for r in range(8))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB; a bool mask: 2.5 GB
     assert grown < 300_000

@@ -174,7 +174,7 @@ def test_memory_of_kept_keys_and_of_what_runs_again(tmp_path, monkeypatch, recom
     monkeypatch.setitem(SIZES, "test", size)
     s = Settings(out=tmp_path, tokens=1024, size="test", recompute=recompute)
     p = tasp.plan([1024], 4, schedule=s.schedule, layout=s.layout)
-    rows = 256 + tasp.lower(p, 0, keep_kv=True).arena_rows  # all keys of the row
+    rows = 256 + tasp.lower(p, 0, keep_kv=True).kv_buffer_rows  # all keys of the row
     found = [max(tasp.launch(peak, 4, s, keep)) for keep in (False, True)]
     said = [memory.predict(size, 256, 4, recompute, kept_rows=kept).total for kept in (0, rows)]
     assert found == pytest.approx(said, rel=0.15)

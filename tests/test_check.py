@@ -9,13 +9,13 @@ import pytest
 
 import tasp_core as tasp
 from tasp_core import Documents, PlanError, check, plan
-from tasp_core.schedules import KV, Hops, Promise, Table
+from tasp_core.schedules import KV, DeclaredLimits, Hops, Table
 
-LOOSE = Promise(99, 99, 99.0)
+LOOSE = DeclaredLimits(99, 99, 99.0)
 
 
 def words_of(made):
-    return made.hops(backward=True).words()
+    return made.hops(backward=True).lines()
 
 
 def swap(words, *changes):
@@ -47,8 +47,8 @@ def ring4(total=40, **options):
     return plan([total], 4, schedule="ring", **options)
 
 
-def changed(made, *changes, promise=None, **options):
-    return made.with_hops(swap(words_of(made), *changes), promise=promise, **options)
+def changed(made, *changes, limits=None, **options):
+    return made.with_hops(swap(words_of(made), *changes), limits=limits, **options)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_names(bad, step):
     ],
 )
 def test_holding(changes, reason, bad, step):
-    refused(changed(ring4(), *changes, promise=LOOSE), reason, f"at {bad}", step=step)
+    refused(changed(ring4(), *changes, limits=LOOSE), reason, f"at {bad}", step=step)
 
 
 @dataclass(frozen=True)
@@ -140,24 +140,24 @@ def exchange(n, *late):
 
 def two_blocks(old, new):
     made = plan([48], 4, schedule="wave", schedule_options={"blocks": 2})
-    return changed(made, (old, new), promise=Promise(1, 0, 9.0))
+    return changed(made, (old, new), limits=DeclaredLimits(1, 0, 9.0))
 
 
-def late_relay(promise):
+def late_relay(limits):
     """Ring of 4 whose rank 1 passes rank 0's keys on a step late."""
     late = [("t1 1>2 kv0.0", "t2 1>2 kv0.0"), ("t2 2>3 kv0.0", "t3 2>3 kv0.0")]
-    return changed(ring4(), *late, promise=promise)
+    return changed(ring4(), *late, limits=limits)
 
 
 def nodes_of_two(*late):
     made = plan([64], 4, schedule="wave", machine="mesh2x2")
-    return made.with_hops(exchange(4, *late), num_shares=1, promise=Promise(1, 1, 9.0))
+    return made.with_hops(exchange(4, *late), num_shares=1, limits=DeclaredLimits(1, 1, 9.0))
 
 
 OVERLOADED = [
     (two_blocks("t1 0>1 kv0.1", "t0 0>1 kv0.1"), "link 0>1", 0, "0>1"),
     (two_blocks("t0 2>3 kv2.0", "t1 2>3 kv2.0"), "link 2>3", 1, "2>3"),
-    (late_relay(Promise(1, 1, 9.0)), "link 1>2", 2, "1>2"),
+    (late_relay(DeclaredLimits(1, 1, 9.0)), "link 1>2", 2, "1>2"),
     (nodes_of_two(), "NIC out 0", 0, r"0>[23]"),
     (nodes_of_two((0, 3), (1, 2), (2, 0), (2, 1), (3, 0)), "NIC out 2", 1, r"2>[01]"),
     (nodes_of_two((0, 2), (1, 2), (2, 0), (3, 0)), "NIC in 1", 0, r"[23]>1"),
@@ -166,7 +166,7 @@ OVERLOADED = [
 
 @pytest.mark.parametrize(("wrong", "what", "step", "link"), OVERLOADED)
 def test_links(wrong, what, step, link):
-    refused(wrong, f"{what} carries 2 shares in step {step}, 1 are promised", step=step)
+    refused(wrong, f"{what} carries 2 shares in step {step}, 1 are declared", step=step)
 
 
 @pytest.mark.parametrize(("wrong", "what", "step", "link"), OVERLOADED)
@@ -175,9 +175,9 @@ def test_links_name_a_hop_of_the_link_at_fault(wrong, what, step, link):
 
 
 HOARDING = [
-    (late_relay(Promise(9, 9, 2.0)), "rank 1 holds 3", 2, "2", 1),
+    (late_relay(DeclaredLimits(9, 9, 2.0)), "rank 1 holds 3", 2, "2", 1),
     (
-        plan([48], 4).with_hops(exchange(4), num_shares=1, promise=Promise(9, 9, 2.0)),
+        plan([48], 4).with_hops(exchange(4), num_shares=1, limits=DeclaredLimits(9, 9, 2.0)),
         "rank 0 holds 3",
         0,
         "2",
@@ -187,7 +187,7 @@ HOARDING = [
         changed(
             plan([48], 4, schedule="wave"),
             ("t2 0>1 kv0.2", "t1 0>1 kv0.2"),
-            promise=Promise(9, 9, 2.0),
+            limits=DeclaredLimits(9, 9, 2.0),
         ),
         "rank 1 holds 2.33",
         1,
@@ -199,7 +199,7 @@ HOARDING = [
 
 @pytest.mark.parametrize(("wrong", "what", "step", "most", "rank"), HOARDING)
 def test_memory(wrong, what, step, most, rank):
-    reason = f"{what} travelling KV in step {step}, {most} are promised"
+    reason = f"{what} travelling KV in step {step}, {most} are declared"
     refused(wrong, reason, step=step)
 
 
@@ -249,11 +249,11 @@ def test_right_plans_pass(schedule, where, layout):
         report = check(made)
         assert report.pairs == docs.num_pairs == report.work.sum()
         assert report.work.shape == (machine.ranks, made.schedule.num_steps() + 1)
-        assert report.peak_shards <= made.schedule.promise.buffer + 1e-9
-        trips = 2 if len(made.schedule.meets.step) else 1  # out comes home
+        assert report.peak_shards <= made.schedule.limits.buffer + 1e-9
+        trips = 2 if len(made.schedule.offloaded.step) else 1  # out comes home
         everything = docs.total * (machine.ranks - 1) * trips
         moved = report.tokens_sent.sum()
-        assert moved <= everything if made.schedule.uneven else moved == everything
+        assert moved <= everything if made.schedule.variable_size else moved == everything
     assert (check(made.with_hops(words_of(made))).work == report.work).all()
 
 
@@ -272,7 +272,7 @@ def test_the_report_of_a_small_plan():
 def test_the_busiest_link():
     made = ring4()
     extra = [("t2 1>2 kv3.0", "t2 0>2 kv3.0"), ("t2 0>1 kv2.0", "t2 3>1 kv2.0")]
-    report = check(changed(made, *extra, promise=LOOSE))
+    report = check(changed(made, *extra, limits=LOOSE))
     assert report.busiest == (2, 3, 3)
     assert (report.max_load, report.min_load) == (1, 0)
     assert np.isclose(report.busy, 1 / 3)
@@ -281,7 +281,7 @@ def test_the_busiest_link():
 def test_kv_words_travel_in_both_passes():
     made = ring4()
     back = made.hops(backward=True)
-    assert back.where(back.kind == KV).words() == made.hops().words()
+    assert back.where(back.kind == KV).lines() == made.hops().lines()
 
 
 @pytest.mark.parametrize("schedule", sorted(tasp.schedules()))
@@ -291,6 +291,6 @@ def test_32_ranks(schedule):
     report = check(made)
     assert report.pairs == made.docs.num_pairs
     moved = report.tokens_sent.sum()
-    everything = 31 * made.docs.total * (2 if len(made.schedule.meets.step) else 1)
-    assert moved < everything if made.schedule.uneven else moved == everything
+    everything = 31 * made.docs.total * (2 if len(made.schedule.offloaded.step) else 1)
+    assert moved < everything if made.schedule.variable_size else moved == everything
     assert report.balance < 1.06

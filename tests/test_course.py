@@ -38,7 +38,7 @@ _sys.addaudithook(_only_here)
 """
 
 
-class Meter(threading.Thread):
+class Throughput(threading.Thread):
     """The most memory (PSS) that processes started meanwhile by this one hold together."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def strays(nb: Any) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 def test_a_unit_runs(source, kind):
-    meter, begin = Meter(), time.monotonic()
+    meter, begin = Throughput(), time.monotonic()
     meter.start()
     done = execute(offline(notebook(source, kind)), HERE / kind)
     took, meter.going = time.monotonic() - begin, False

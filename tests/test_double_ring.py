@@ -25,12 +25,12 @@ def double_ring(m, u, rings="all", docs=None, **options):
 def test_proved_forward_and_backward(m, u, rings):
     made = double_ring(m, u, rings)
     report = check(made)
-    promise = made.schedule.promise
-    assert report.peak_shards <= promise.buffer + 1e-9
+    limits = made.schedule.limits
+    assert report.peak_shards <= limits.buffer + 1e-9
     if u > 1 and m > 1:
-        assert report.peak_shards >= 3.0 if rings == "all" else promise.buffer >= 3.0
-    assert report.max_load == (promise.inside if m > 1 else report.max_load)
-    assert report.max_nic == promise.across
+        assert report.peak_shards >= 3.0 if rings == "all" else limits.buffer >= 3.0
+    assert report.max_load == (limits.inside if m > 1 else report.max_load)
+    assert report.max_nic == limits.across
     steps = max(m - 1, 1) * u if m > 1 else u - 1
     assert made.schedule.num_steps() == steps
 
@@ -69,15 +69,15 @@ def test_shares_of_the_cut_bound(name, share):
 
 
 def test_one_node_and_one_rank_a_node_are_plain_rings():
-    assert double_ring(5, 1).hops().words() == plan([38], 5, schedule="tasp").hops().words()
-    alone = double_ring(1, 4).hops().words()
-    assert alone == plan([31], 4, schedule="ring", machine="mesh1x4").hops().words()
-    assert double_ring(5, 1, "one").hops().words() == plan([38], 5, schedule="ring").hops().words()
+    assert double_ring(5, 1).hops().lines() == plan([38], 5, schedule="tasp").hops().lines()
+    alone = double_ring(1, 4).hops().lines()
+    assert alone == plan([31], 4, schedule="ring", machine="mesh1x4").hops().lines()
+    assert double_ring(5, 1, "one").hops().lines() == plan([38], 5, schedule="ring").hops().lines()
 
 
 def test_a_rail_that_comes_too_late_or_twice_is_caught():
     made = double_ring(3, 2)
-    words = made.hops(backward=True).words()
+    words = made.hops(backward=True).lines()
     late = [w.replace("t0 0>3 kv0.0", "t2 0>3 kv0.0") for w in words]
     assert late != words
     with pytest.raises(PlanError, match="sends what it does not hold yet"):

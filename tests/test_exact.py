@@ -21,7 +21,7 @@ import torch
 import tasp_core as tasp
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.kernels.reference import oracle
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 
 DOCUMENTS = ((300,), (137, 2041, 89), (0, 137, 0, 1, 62), (1,) * 40, (7, 3))
 HEADS = ((4, 4), (8, 2), (6, 1))
@@ -74,7 +74,7 @@ def matrix(ranks: int) -> list[Case]:
 def prepared(docs: tasp.Documents, heads: tuple[int, int]):
     seeds = [docs.total + heads[0] + 1000 * i for i in range(4 if docs.total < 500 else 1)]
     rows = [Inputs.random(docs.total, *heads, HEAD_DIM, seed=s) for s in seeds]
-    judges = [Judge(inputs, docs) for inputs in rows]
+    judges = [Reference(inputs, docs) for inputs in rows]
     limits = {n: max(judge.limits[n] for judge in judges) for n in NAMES}
     return rows[0], judges[0], limits
 
@@ -174,7 +174,7 @@ def test_two_runs_give_the_same_bits():
 def test_n1_bf16_error_does_not_grow_with_ranks(schedule):
     docs = tasp.Documents.of([137, 1700, 211])
     inputs = Inputs.random(docs.total, 4, 2, 32, dtype=torch.bfloat16)
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     base = None
     for ranks in (1, 2, 4, 8):
         p = tasp.plan(docs, ranks, schedule=schedule)

@@ -11,7 +11,7 @@ from interpreter import assert_right, interpret
 
 import tasp_core as tasp
 from tasp_core import Plan, PlanError, check
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import execute
 from tasp_core.runtime.exchange import Exchange
@@ -43,7 +43,7 @@ def moving(schedule, ranks=4, exchange="all_to_all", **more):
 def from_file(schedule):
     """A table of single messages, which a file turns into collectives."""
     single = moving(schedule, exchange="p2p")
-    data = json.loads(single.with_hops(single.hops(backward=True).words()).to_json())
+    data = json.loads(single.with_hops(single.hops(backward=True).lines()).to_json())
     return Plan.from_json(json.dumps({**data, "options": {"exchange": "all_to_all"}}))
 
 
@@ -79,13 +79,13 @@ def answers():
 @pytest.mark.parametrize("name", PLANS)
 def test_exact_on_real_ranks(answers, name):
     """Forward and backward; queries that stayed behind gave 1e19 and NaN."""
-    errors = Judge(INPUTS, DOCS).errors(answers[name], PLANS[name])
+    errors = Reference(INPUTS, DOCS).errors(answers[name], PLANS[name])
     assert errors.ok, errors
 
 
 def test_exact_between_groups():
     found = tasp.launch(lambda rank, group: run_rank(rank, group, GROUPS, INPUTS)[0], 8)
-    assert Judge(INPUTS, DOCS).errors(found, GROUPS).ok
+    assert Reference(INPUTS, DOCS).errors(found, GROUPS).ok
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -144,7 +144,7 @@ def test_every_rank_calls_the_same_collectives():
         for backward in (False, True):
             programs = [lower(p, r, backward=backward) for r in range(4)]
             assert len({(x.kinds, len(x.steps), x.exchange) for x in programs}) == 1
-    idle = [x for x in (lower(PLANS["helper"], r) for r in range(4)) if not x.guest_rows]
+    idle = [x for x in (lower(PLANS["helper"], r) for r in range(4)) if not x.remote_query_rows]
     assert any(not x.sends_queries for x in idle)
 
 
@@ -172,7 +172,7 @@ class Odd(AllGather):
 
 def gathering(*changes, library="all_gather"):
     p = PLANS["all_gather"]
-    words = [w for w in p.hops().words() if w not in [old for old, _ in changes]]
+    words = [w for w in p.hops().lines() if w not in [old for old, _ in changes]]
     words += [new for _, new in changes if new]
     return dataclasses.replace(p, schedule=Odd(4, 4, words=tuple(words), library=library))
 
@@ -194,7 +194,7 @@ def test_a_collective_moves_what_its_hops_say(p, reason):
 
 
 def test_words_of_a_collective_are_single_messages():
-    single = PLANS["all_gather"].with_hops(PLANS["all_gather"].hops(backward=True).words())
+    single = PLANS["all_gather"].with_hops(PLANS["all_gather"].hops(backward=True).lines())
     again = Plan.from_json(single.to_json())
     for p in (single, again):
         assert lower(p, 1).collective is None

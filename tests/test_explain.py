@@ -60,7 +60,7 @@ def test_bytes_are_those_that_are_sent():
         cost = tasp.explain(p, heads=4, kv_heads=2, head_dim=8, dtype="float32")
         lse = [p.num_tokens(r) * 0 for r in range(4)]
         if p.intra > 1:  # the log-sum-exp travels home too: 4 bytes a token and head of the others
-            groups = [np.diff(p.member_tokens(g)) for g in range(p.inner.ranks)]
+            groups = [np.diff(p.member_tokens(g)) for g in range(p.context_plan.ranks)]
             lse = [4 * 2 * int(g.sum() - g[m]) for g in groups for m in range(p.intra)]
         for r in cost.ranks:
             out, inside = r.bytes_out, r.bytes_heads

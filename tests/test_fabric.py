@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import tasp_core as tasp
 from tasp_core.errors import FabricError, TopologyError
-from tasp_core.lab.bench.accuracy import Inputs, Judge
+from tasp_core.lab.bench.accuracy import Inputs, Reference
 from tasp_core.lab.bench.calibrate import Bench, calibrate, network, processor
 from tasp_core.lab.bench.emulated import run_case
 from tasp_core.lab.bench.emulated_cases import FULL, Case
@@ -126,7 +126,7 @@ def mesh():
     docs = tasp.Documents.of([2560])
     inputs, plans = rows(docs), [tasp.plan(docs, 4, schedule=s) for s in ("ring", "tasp")]
     with Fabric(MESH) as net:
-        return net.launch(_attend, plans, inputs, Judge(inputs, docs), timeout_s=60.0)
+        return net.launch(_attend, plans, inputs, Reference(inputs, docs), timeout_s=60.0)
 
 
 @built

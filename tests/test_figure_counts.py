@@ -123,7 +123,7 @@ def test_pairs_are_those_of_check(case):
 
 def test_a_hop_that_is_missing_leaves_pairs_black():
     p = make("ring", 4, layout="contiguous", docs=[64])
-    words = [w for w in p.hops(backward=True).words() if w != "t2 2>3 kv0.0"]
+    words = [w for w in p.hops(backward=True).lines() if w != "t2 2>3 kv0.0"]
     fig = mask(p.with_hops(words), rank=3)
     never = int(pairs_by_step(p.with_hops(words), 3)[-1])
     assert never == check(p).work[3, 3] > 0

@@ -219,7 +219,7 @@ def test_large_pictures_are_quick():
     cut = np.sort(np.random.default_rng(0).choice(2**20 - 1, 999, replace=False) + 1)
     row = np.diff(np.concatenate([[0], cut, [2**20]])).tolist()
     long, many = make("tasp", 8, docs=row, layout="per_document"), make("tasp", 64, docs=[65536])
-    many.units, long.layout.counts  # noqa: B018  (planning is not drawing)
+    many.subchunks, long.layout.counts  # noqa: B018  (planning is not drawing)
     draws = [
         lambda: mask(long),
         lambda: mask(long, rank=3),

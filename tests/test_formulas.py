@@ -25,7 +25,10 @@ def counted(p: tasp.Plan) -> tuple[list[int], int]:
         sum(wire_bytes(x, ROW, sent=True, backward=bool(b)) for x in programs)
         for b, programs in enumerate(passes)
     ]
-    held = [x.arena_rows * ROW.kv + x.guest_rows * (ROW.q[0] + ROW.found[0]) for x in passes[0]]
+    held = [
+        x.kv_buffer_rows * ROW.kv + x.remote_query_rows * (ROW.q[0] + ROW.found[0])
+        for x in passes[0]
+    ]
     return sent, max(held)
 
 
@@ -42,7 +45,7 @@ def test_formulas_are_what_programs_send_and_hold(schedule, layout):
             p = tasp.plan(docs, ranks, **options)
             closed = formula(p, ROW)
             if closed is None:
-                assert p.schedule.uneven
+                assert p.schedule.variable_size
                 continue
             sent, held = counted(p)
             assert list(closed.sent) == sent, str(p)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import exchange as transport
 from tasp_core.runtime.exchange import Exchange
-from tasp_core.runtime.packing import TAGS, Parcel
+from tasp_core.runtime.packing import TAGS, PackedMessage
 
 DOCS = tasp.Documents.of([137, 201, 46])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
@@ -39,7 +39,7 @@ def by_turns(rank, group):
 def test_a_call_that_failed_leaves_nothing_to_the_next():
     by_rank = tasp.launch(by_turns, 4, timeout_s=60.0)
     for turn, good in enumerate(GOOD):
-        assert Judge(INPUTS, DOCS).errors([found[turn] for found, _ in by_rank], good).ok
+        assert Reference(INPUTS, DOCS).errors([found[turn] for found, _ in by_rank], good).ok
     for found, errors in by_rank:
         assert len(errors) == 12
         assert all("rank 3 has wave" in text for text in errors)
@@ -75,13 +75,13 @@ class Posted:
 def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
     message = lower(GOOD[0], 0).steps[0].sends[0]
-    parcels = [Parcel(message, torch.zeros(2), tag) for tag in (0, TAGS - 1)]
+    messages = [PackedMessage(message, torch.zeros(2), tag) for tag in (0, TAGS - 1)]
     seen = set()
-    for salt in (0, 1, (1 << 15) - 1):
+    for tag_prefix in (0, 1, (1 << 15) - 1):
         exchange = Exchange.__new__(Exchange)
-        exchange.group, exchange._salt = Posted(), salt
+        exchange.group, exchange._salt = Posted(), tag_prefix
         exchange.members = [10, 11, 12, 13]
-        exchange.start(transport.STEPS - 1, parcels, parcels)
+        exchange.start(transport.STEPS - 1, messages, messages)
         peer = exchange.members[message.peer]
         kinds, peers, tags = zip(*exchange.group.calls, strict=True)
         assert kinds == ("recv", "recv", "send", "send")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tasp_core as tasp
-from tasp_core.schedules import KV, OUT, Meets, Q
+from tasp_core.schedules import KV, OUT, OffloadedPairs, Q
 from tasp_core.schedules.query_moving import Helper
 
 
@@ -27,7 +27,7 @@ def test_helper_needs_half_the_steps_on_causal_rows_and_balances_them(ranks):
 
 def test_helper_fetches_keys_where_nobody_is_idle():
     p = tasp.plan(tasp.Documents.of([64], causal=False), 5, schedule="helper", layout="contiguous")
-    assert not len(p.schedule.meets.step)
+    assert not len(p.schedule.offloaded.step)
     assert set(p.hops().kind.tolist()) == {KV}
     assert p.schedule.num_steps() == 4
 
@@ -38,7 +38,7 @@ def test_token_ring_moves_no_keys_and_stops_where_nobody_sees():
     assert set(hops.kind.tolist()) == {Q, OUT}
     # queries of rank r are seen by keys of ranks 0..r: rank 0's stay at home
     assert not (hops.owner == 0).any()
-    assert set(p.hops(backward=True).words()) == {w.replace("out", "dq") for w in hops.words()}
+    assert set(p.hops(backward=True).lines()) == {w.replace("out", "dq") for w in hops.lines()}
     apart = tasp.plan([16] * 4, 4, schedule="token_ring", layout="contiguous")
     assert not len(apart.hops().step)
 
@@ -51,7 +51,7 @@ def test_mesh_moves_columns_of_queries_and_rows_of_keys(ranks, rows):
     into = [np.bincount(hops.dst[hops.kind == kind], minlength=ranks) for kind in (KV, Q, OUT)]
     assert [set(x.tolist()) for x in into] == [{rows - 1}, {columns - 1}, {columns - 1}]
     assert report.balance == 1.0
-    assert report.peak_guests <= columns - 1
+    assert report.peak_remote_queries <= columns - 1
 
 
 def test_mesh_keeps_queries_inside_nodes_and_refuses_what_does_not_divide():
@@ -83,7 +83,7 @@ WRONG_HOPS = [
 @pytest.mark.parametrize(("word", "other", "reason"), WRONG_HOPS)
 def test_wrong_tables_are_refused(word, other, reason):
     p = tasp.plan([64], 5, schedule="helper", layout="contiguous")
-    words = p.hops(backward=True).words()
+    words = p.hops(backward=True).lines()
     assert tasp.check(p.with_hops(words)).pairs == p.docs.num_pairs
     assert word in words
     refused(p.with_hops([x for x in (other if w == word else w for w in words) if x]), reason)
@@ -91,8 +91,10 @@ def test_wrong_tables_are_refused(word, other, reason):
 
 def test_too_many_guests_are_refused():
     p = tasp.plan([64], 5, schedule="token_ring", layout="contiguous")
-    tight = p.schedule.promise._replace(guests=2.0)
-    refused(p.with_hops(p.hops(backward=True).words(), promise=tight), "shards of guests in step")
+    tight = p.schedule.limits._replace(remote_queries=2.0)
+    refused(
+        p.with_hops(p.hops(backward=True).lines(), limits=tight), "shards of remote queries in step"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,10 @@ class Bent(Helper):
     change: str = ""
 
     @property
-    def meets(self) -> Meets:
-        m = super().meets
+    def offloaded(self) -> OffloadedPairs:
+        m = super().offloaded
         if self.change == "twice":
-            return Meets(*(np.append(c, c[:1]) for c in m))
+            return OffloadedPairs(*(np.append(c, c[:1]) for c in m))
         if self.change == "lost":
             return m.where(np.arange(len(m.step)) > 0)
         if self.change == "home":

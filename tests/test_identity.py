@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.runtime import exchange as transport
 from tasp_core.runtime.launch import RankError
 
@@ -171,18 +171,18 @@ def test_an_error_on_one_rank_after_the_others_have_agreed_is_told_to_all(monkey
 
 
 def posted_before_agreed(rank, group, p):
-    seen, post, settle = [], transport.Exchange.post, transport.Exchange.settle
+    seen, post, finish_handshake = [], transport.Exchange.post, transport.Exchange.finish_handshake
 
     def posting(self, *args):
         seen.append("post")
         return post(self, *args)
 
     def settling(self):
-        if self._open is not transport._settled:
+        if self._open is not transport._finished:
             seen.append("agreed")
-        settle(self)
+        finish_handshake(self)
 
-    transport.Exchange.post, transport.Exchange.settle = posting, settling
+    transport.Exchange.post, transport.Exchange.finish_handshake = posting, settling
     for _ in range(2):
         tasp.attention(*shards(p, rank, grad=False), p, group)
     return seen
@@ -324,7 +324,7 @@ def test_groups_of_several_backends_run(monkeypatch):
 
     real = dist.init_process_group
     monkeypatch.setattr(dist, "init_process_group", init)  # without the name "gloo"
-    judge = Judge(INPUTS, DOCS)
+    judge = Reference(INPUTS, DOCS)
     by_rank = tasp.launch(on_several_backends, 4, timeout_s=60)
     for i in range(3):
         assert judge.errors([found[i] for found in by_rank], PLANS["p2p"]).ok
@@ -355,7 +355,7 @@ def in_uneven_groups(rank, group, p):
 def test_ranks_in_different_numbers_of_groups_compare_in_each_of_them():
     p = tasp.plan(DOCS, 2, schedule="tasp")
     by_rank = tasp.launch(in_uneven_groups, 4, p, timeout_s=60)
-    judge = Judge(INPUTS, DOCS)
+    judge = Reference(INPUTS, DOCS)
     for ranks, turns in (((0, 1), (0, 0)), ((2, 3), (0, 0)), ((0, 2), (1, 1))):
         pair = [by_rank[r][t] for r, t in zip(ranks, turns, strict=True)]
         assert judge.errors([found for found, _ in pair], p).ok
@@ -432,7 +432,9 @@ def test_a_rank_that_does_not_come_is_named_by_collectives_too(kind):
 
 def after_a_failure(rank, group):
     exchange = transport.Exchange(group)
-    said(tasp.PlanError, lambda: (exchange.handshake({"x": str(rank)}), exchange.settle()))
+    said(
+        tasp.PlanError, lambda: (exchange.handshake({"x": str(rank)}), exchange.finish_handshake())
+    )
     spent = sorted(transport._SPENT[exchange.group])
     taken = [exchange._prefix(bytes([p >> 7, (p << 1) & 255])) for p in spent]
     return spent, taken

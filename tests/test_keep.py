@@ -45,8 +45,8 @@ def test_no_keys_travel_in_the_backward_pass(p):
         usual = tasp.lower(p, rank)
         assert not any(m.kind == KV for s in kept[1].steps for m in (*s.sends, *s.recvs))
         assert kept[1].collective is None
-        assert kept[0].arena_rows == kept[1].arena_rows >= usual.arena_rows
-        grown |= kept[0].arena_rows > usual.arena_rows
+        assert kept[0].kv_buffer_rows == kept[1].kv_buffer_rows >= usual.kv_buffer_rows
+        grown |= kept[0].kv_buffer_rows > usual.kv_buffer_rows
         forward = [[(m.peer, m.count) for m in s.sends] for s in usual.steps]
         assert forward == [[(m.peer, m.count) for m in s.sends] for s in kept[0].steps]
     assert grown or p.schedule.name not in ("ring", "tasp")

@@ -20,7 +20,7 @@ from tasp_core.kernels.aten import AtenCpu
 from tasp_core.kernels.reference import Math, oracle
 from tasp_core.kernels.resolve import resolve
 from tasp_core.kernels.varlen import VarlenKernel
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference
 from tasp_core.lowering.program import Call
 from tasp_core.runtime import execute
 from tasp_core.sequence.tiles import Sequences
@@ -142,7 +142,7 @@ def test_packed_kernel_gathers_and_adds_in_rounds_on_four_ranks():
         for s, m in (("ring", None), ("tasp", None), ("all_gather", None), ("wave", "mesh2x2"))
         for lay in tasp.layouts()
     ]
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     by_rank = tasp.launch(on_stand_in, 4, plans, inputs)
     for i, p in enumerate(plans):
         errors = judge.errors([r[i] for r in by_rank], p)

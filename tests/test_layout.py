@@ -180,7 +180,7 @@ def test_index_maps_of_4m_tokens_are_small(layout):
         made = plan([4 << 20], 8, schedule="tasp", layout=layout)
         hops = made.hops()
         pieces = [made.layout.pieces(r) for r in range(8)]
-        units = made.units
+        units = made.subchunks
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -70,7 +70,7 @@ def test_travelling_keys_of_two_ranks_are_enough(name, uneven):
         blocks = 1 if layout in ("contiguous", "striped") else 2
         extra = blocks * (ranks - 1) if uneven and shares > 1 else 0
         for program in programs(p) + programs(p, backward=True):
-            assert program.arena_rows <= 2 * most(p) + extra, (str(p), program.arena_rows)
+            assert program.kv_buffer_rows <= 2 * most(p) + extra, (str(p), program.kv_buffer_rows)
         seen += 1
     assert seen >= 4
 
@@ -82,8 +82,8 @@ def test_a_wave_needs_less_rows_the_more_blocks_it_has(m, u):
         options = {"blocks": blocks, "twins": 0}
         where = {"machine": f"mesh{m}x{u}", "schedule_options": options}
         p = plan([4 * n * (n - 1)], n, schedule="wave", **where)
-        rows[blocks] = max(x.arena_rows for x in programs(p))
-        assert rows[blocks] <= p.schedule.promise.buffer * most(p)
+        rows[blocks] = max(x.kv_buffer_rows for x in programs(p))
+        assert rows[blocks] <= p.schedule.limits.buffer * most(p)
     assert rows[1] == most(p) * (n - 1 if m > 1 else 2)  # one block: everything of a node at once
     assert rows[n - 1] <= 2 * most(p)
     assert rows[1] >= rows[2] > rows[n - 1] > rows[2 * (n - 1)] or m == 1
@@ -94,13 +94,13 @@ def test_at_most_two_calls_a_step_and_no_copies_where_layouts_are_dense(sample):
     for p, lowered in sample:
         dense = p.layout.name in ("contiguous", "zigzag") and p.schedule.name != "all_gather"
         gathered = most(p) * p.ranks if p.schedule.collective else None
-        assert all(gathered in (None, x.arena_rows) for x in lowered)
+        assert all(gathered in (None, x.kv_buffer_rows) for x in lowered)
         for step in (s for x in lowered for s in x.steps if s.compute):
             masks = [call.causal for call in step.compute.calls]
             assert len(masks) == len(set(masks))  # one FULL, one CAUSAL
             counted += len(masks)
             # guests meet keys from several places at once; what stays longer lies apart
-            dense &= not len(p.schedule.meets.step)
+            dense &= not len(p.schedule.offloaded.step)
             dense &= p.schedule.name not in ("trees", "paced", "double_ring")
             assert step.compute.gather is None or not dense, str(p)
             for call in step.compute.calls:

@@ -110,8 +110,8 @@ def test_a_dead_link_falls_back():
     hosted = replace(MESH4, host_gbps=5.0).degraded({"link 0>3": 0})
     assert hosted.resources(0, 3) == ("host_out 0", "host_in 3")
     assert broken.degraded({"link 0>3": 10.0}).resources(0, 3) == ("link 0>3",)
-    assert not broken.plain
-    assert MESH4.plain
+    assert not broken.homogeneous
+    assert MESH4.homogeneous
 
 
 def test_a_dead_nic_falls_back_to_a_mates():

@@ -142,17 +142,17 @@ class Shift(nn.Module):
 
     def __init__(self, inner, amount):
         super().__init__()
-        self.inner, self.amount = inner, amount
+        self.context_plan, self.amount = inner, amount
 
     def forward(self, x):
-        return self.inner(x + self.amount * x.roll(1, 1))
+        return self.context_plan(x + self.amount * x.roll(1, 1))
 
 
 class OverTokens(Shift):
     """A norm whose scale comes from all tokens of the row."""
 
     def forward(self, x):
-        return self.inner(x) * (1 + self.amount * x.norm())
+        return self.context_plan(x) * (1 + self.amount * x.norm())
 
 
 @pytest.mark.parametrize("kind", [Shift, OverTokens])
@@ -409,11 +409,11 @@ class Counting(nn.Module):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner = inner
+        self.context_plan = inner
 
     def forward(self, x, position_ids):
         own = torch.arange(x.shape[1])[None]
-        return self.inner(x, own)
+        return self.context_plan(x, own)
 
 
 def test_positions_that_are_not_those_of_position_ids():

@@ -23,7 +23,7 @@ from tasp_core.kernels.reference import Math, oracle
 from tasp_core.kernels.varlen import VarlenKernel
 from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.planning.heads import split_heads
-from tasp_core.runtime import packing as parcels
+from tasp_core.runtime import packing
 from tasp_core.runtime import sharding as tensors
 from tasp_core.runtime.exchange import Exchange
 from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
@@ -222,7 +222,7 @@ def one_rank(
     heads = Group(group, index * p.intra, member, counts, tuple(split_heads(*sizes, p.intra)))
     options["ulysses"] = Ulysses(heads, *sizes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    context = Context(p.inner, index, exchange, kernel, scale, **options)
+    context = Context(p.context_plan, index, exchange, kernel, scale, **options)
     out, lse = Attention.apply(context, *leaves)
     return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
 
@@ -297,7 +297,7 @@ def run(some: list[Any], monkeypatch: Any) -> int:
     for seed, (keywords, keep, small) in enumerate(some):
         if not tasp.supports(**keywords):
             continue
-        monkeypatch.setattr(parcels, "SMALL_BYTES", small)
+        monkeypatch.setattr(packing, "SMALL_BYTES", small)
         p, inputs = plan(**keywords), inputs_of(keywords["docs"])
         options = {"seed": seed, "eager": bool(seed % 2), "keep_kv": keep}
         assert worst(passes(p, inputs, monkeypatch, **options), inputs, p.docs) < 1e-10, str(p)
@@ -326,7 +326,7 @@ def test_what_mispaired_is_exact(name, monkeypatch):
     docs = Documents.of(lengths, causal=keywords.pop("causal"))
     p, inputs = plan(docs, schedule="sap", **keywords), inputs_of(docs)
     for small in (1 << 11, 1 << 20):
-        monkeypatch.setattr(parcels, "SMALL_BYTES", small)
+        monkeypatch.setattr(packing, "SMALL_BYTES", small)
         assert worst(passes(p, inputs, monkeypatch, seed=small), inputs, docs) < 1e-10
 
 
@@ -429,7 +429,7 @@ def test_a_table_that_one_rank_reads_otherwise_is_seen(monkeypatch):
     """Equal sizes and dtypes: nothing fails, gradients and keys change places."""
     docs = Documents.of([64])
     p, inputs = plan(docs, 4, schedule="ring"), inputs_of(docs)
-    words = p.hops(1, backward=True).words()
+    words = p.hops(1, backward=True).lines()
     a, b = words.index("t2 0>1 kv2.0"), words.index("t2 0>1 dkv3.0")
     words[a], words[b] = words[b], words[a]
     wrong = altered(p, 1, True, words)

@@ -31,15 +31,15 @@ def test_proved_forward_and_backward_with_exact_buffers(m, u, options):
         options = {**options, "twins": 0}
     made = paced(m, u, options)
     report = check(made)
-    promise = made.schedule.promise
-    assert report.peak_shards == pytest.approx(promise.buffer)
-    assert report.max_nic == promise.across
-    assert m == 1 or report.max_load == promise.inside
+    limits = made.schedule.limits
+    assert report.peak_shards == pytest.approx(limits.buffer)
+    assert report.max_nic == limits.across
+    assert m == 1 or report.max_load == limits.inside
     steps = made.schedule.num_steps()
     assert made.schedule.num_steps(backward=True) <= 2 * steps + 1
     quota = made.schedule.options
-    assert promise.across <= quota["nic"]
-    assert promise.inside <= quota["link"]
+    assert limits.across <= quota["nic"]
+    assert limits.inside <= quota["link"]
 
 
 def comm(where, schedule, kv_bytes, options=None, backward=False):
@@ -55,7 +55,7 @@ def comm(where, schedule, kv_bytes, options=None, backward=False):
     )
     found = simulate(made, where, heads=1, head_dim=128, backward=backward)
     assert found.bound_s == pytest.approx(
-        cut_bound(where, kv_bytes) * (3 if backward and where.plain else 1), rel=1e-3
+        cut_bound(where, kv_bytes) * (3 if backward and where.homogeneous else 1), rel=1e-3
     )
     return found.comm_s, found.bound_s + where.num_nodes * where.latency_s
 
@@ -107,17 +107,17 @@ def test_smaller_buffers_on_demand():
     held = []
     for most in (float("inf"), 6.0, 3.0, 0.1):
         schedule = build("paced", where, best_pace(where, 64e6, most))
-        held.append(schedule.promise.buffer)
+        held.append(schedule.limits.buffer)
         assert held[-1] <= most or most == 0.1
     assert held == sorted(held, reverse=True)
 
 
 def test_a_step_more_or_less_is_caught():
     made = paced(3, 2, OPTIONS[1])
-    words = made.hops(backward=True).words()
+    words = made.hops(backward=True).lines()
     first = next(w for w in words if " kv" in w and w.startswith("t1 0>3 "))
     early = [w.replace("t1", "t0") if w == first else w for w in words]
-    with pytest.raises(PlanError, match=r"NIC out .* carries 3 shares in step 0, 2 are promised"):
+    with pytest.raises(PlanError, match=r"NIC out .* carries 3 shares in step 0, 2 are declared"):
         check(made.with_hops(early))
     with pytest.raises(PlanError, match="does not hold yet"):
         check(made.with_hops([w for w in words if w != first]))

@@ -72,22 +72,22 @@ def buffers(program: Program, backward: bool) -> dict[str, torch.Tensor]:
     wide = torch.float32
     answer = D if backward else D + 1
     return {
-        "kv": rows(program.tokens + program.arena_rows, K, 2 * D),
-        "q": rows(program.tokens + program.guest_rows, H, 3 * D + 2 if backward else D),
-        "grad": rows(program.tokens + program.acc_rows, K, 2 * D, dtype=wide),
-        "landing": rows(program.landing_rows, K, 2 * D),  # as grad_comm_dtype has it
-        "found": rows(program.guest_rows, H, answer, dtype=wide),
-        "answers": rows(program.answer_rows, H, answer, dtype=wide),
+        "kv": rows(program.tokens + program.kv_buffer_rows, K, 2 * D),
+        "q": rows(program.tokens + program.remote_query_rows, H, 3 * D + 2 if backward else D),
+        "grad": rows(program.tokens + program.remote_grad_rows, K, 2 * D, dtype=wide),
+        "landing": rows(program.grad_receive_rows, K, 2 * D),  # as grad_comm_dtype has it
+        "found": rows(program.remote_query_rows, H, answer, dtype=wide),
+        "answers": rows(program.received_partial_rows, H, answer, dtype=wide),
     }
 
 
 def posted(messages: Any, rows: dict[str, torch.Tensor], *, receive: bool) -> dict[int, list[Any]]:
     """What is posted to or from each peer, in order, by all that both ends must agree on."""
     found: dict[int, list[Any]] = defaultdict(list)
-    for parcel in posting.parcels(messages, rows, receive=receive)[0]:
-        m, shape = parcel.message, tuple(parcel.rows.shape)
+    for message in posting.packed_messages(messages, rows, receive=receive)[0]:
+        m, shape = message.message, tuple(message.rows.shape)
         name = f"{KINDS[m.kind]}{m.owner}.{m.share}" + " and more" * (len(m.ranges) > 1)
-        found[m.peer].append((name, m.count, shape, parcel.rows.dtype, parcel.tag))
+        found[m.peer].append((name, m.count, shape, message.rows.dtype, message.tag))
     return found
 
 
@@ -117,7 +117,8 @@ def mispaired_plan(p: Plan) -> tuple[int, list[str]]:
     count, wrong = 0, []
     for backward, keep in itertools.product((False, True), repeat=2):
         programs = [
-            lower(p.inner, rank, backward=backward, keep_kv=keep) for rank in range(p.inner.ranks)
+            lower(p.context_plan, rank, backward=backward, keep_kv=keep)
+            for rank in range(p.context_plan.ranks)
         ]
         more, found = mispaired(programs, backward=backward)
         count += more
@@ -220,7 +221,7 @@ class Altered(Table):
 
 def altered(p: Plan, reader: int | None, backward: bool, changed: list[str]) -> Plan:
     """The plan as a table, which `reader` reads as `changed` in one pass."""
-    table = p.with_hops(p.hops(backward=True).words()).schedule
+    table = p.with_hops(p.hops(backward=True).lines()).schedule
     assert isinstance(table, Table)
     names = ("ranks", "node_size", "exchange", "words", "shares", "claim", "like")
     fields = {name: getattr(table, name) for name in names}
@@ -231,7 +232,7 @@ def altered(p: Plan, reader: int | None, backward: bool, changed: list[str]) -> 
 def faults(p: Plan, reader: int, backward: bool) -> dict[str, tuple[list[str], str]]:
     """Changed tables of a rank, by kind of fault, and the first hop at which each of them differs."""
     hops = p.hops(reader, backward=backward)
-    words, found = hops.words(), {}
+    words, found = hops.lines(), {}
     links = [tuple(c) for c in np.stack([hops.step, hops.src, hops.dst], axis=1).tolist()]
     for i, word in enumerate(words):
         rest = words[i + 1 :]
@@ -260,7 +261,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_check_finds_what_two_ranks_read_differently(name):
     p = plan([300, 20], 4, schedule=name, **PLANTED[name])
-    assert check(altered(p, 1, False, p.hops(1).words()))  # a table that says the same is right
+    assert check(altered(p, 1, False, p.hops(1).lines()))  # a table that says the same is right
     seen = set()
     for backward, reader in itertools.product((False, True), range(4)):
         for fault, (words, hop) in faults(p, reader, backward).items():
@@ -285,7 +286,7 @@ def test_check_finds_what_two_ranks_read_differently(name):
 
 def test_the_error_says_both_messages():
     p = plan([64], 4, schedule="ring")
-    words = p.hops(1, backward=True).words()
+    words = p.hops(1, backward=True).lines()
     a, b = words.index("t2 0>1 kv2.0"), words.index("t2 0>1 dkv3.0")
     words[a], words[b] = words[b], words[a]
     with pytest.raises(PlanError) as caught:
@@ -322,7 +323,7 @@ def test_a_step_before_the_first():
 
     p = plan([64], 4, schedule="ring")
     with pytest.raises(PlanError, match=r"a step outside 0\.\.999999 at t-1 0>1 kv0.0"):
-        check(replace(p, schedule=Early(4, 4, words=tuple(p.hops(backward=True).words()))))
+        check(replace(p, schedule=Early(4, 4, words=tuple(p.hops(backward=True).lines()))))
 
 
 def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
@@ -333,11 +334,11 @@ def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
         def hops(self, rank: int | None = None, *, backward: bool = False) -> Hops:
             if rank is None or backward:
                 return super().hops(rank, backward=backward)
-            words = [w for w in super().hops(rank).words() if w != "t1 0>1 kv3.0"]
+            words = [w for w in super().hops(rank).lines() if w != "t1 0>1 kv3.0"]
             return Hops.parse(words)
 
     p = plan([64], 4, schedule="ring")
-    wrong = replace(p, schedule=Both(4, 4, words=tuple(p.hops(backward=True).words())))
+    wrong = replace(p, schedule=Both(4, 4, words=tuple(p.hops(backward=True).lines())))
     with pytest.raises(
         PlanError, match=r"step 1, .* sends nothing, the table of all ranks has kv3.0 \("
     ):
@@ -369,7 +370,7 @@ def test_all_to_alls_that_end_before_the_last_hop():
             return Schedule.num_steps(self, backward=backward) - 1
 
     p = plan([64], 4, schedule="ring", schedule_options={"exchange": "all_to_all"})
-    words = tuple(p.hops(backward=True).words())
+    words = tuple(p.hops(backward=True).lines())
     assert check(replace(p, schedule=Table(4, 4, "all_to_all", words)))
     with pytest.raises(PlanError, match=r"takes part in 2 all-to-alls, .* at t2 "):
         check(replace(p, schedule=Short(4, 4, "all_to_all", words)))

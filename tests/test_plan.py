@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tasp_core import Documents, LayoutError, Machine, Plan, PlanError, plan, supports
-from tasp_core.schedules import Promise
+from tasp_core.schedules import DeclaredLimits
 
 SAMPLE = {
     "ring": plan([30, 0, 11], 4, schedule="ring", layout="contiguous"),
@@ -28,7 +28,9 @@ SAMPLE = {
     "blocks": plan([64], 4, schedule="wave", schedule_options={"blocks": 2}),
     "gather": plan([64], 8, schedule="all_gather", machine="mesh4x2"),
     "packed": plan([64], 4, schedule="tasp", schedule_options={"exchange": "all_to_all"}),
-    "table": plan([8], 2).with_hops(["t0 0>1 kv0.0", "t2 1>0 dkv0.0"], promise=Promise(3, 0, 1.5)),
+    "table": plan([8], 2).with_hops(
+        ["t0 0>1 kv0.0", "t2 1>0 dkv0.0"], limits=DeclaredLimits(3, 0, 1.5)
+    ),
 }
 
 
@@ -43,14 +45,14 @@ def test_json_round_trip(name):
     for part in ("docs", "layout", "schedule", "machine"):
         assert getattr(again, part) == getattr(made, part)
     for backward in (False, True):
-        assert again.hops(backward=backward).words() == made.hops(backward=backward).words()
+        assert again.hops(backward=backward).lines() == made.hops(backward=backward).lines()
     assert json.loads(text)["schema"] == 1
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_pickle_and_hash(name):
     made = SAMPLE[name]
-    made.units, made.fingerprint()  # caches are filled before it travels
+    made.subchunks, made.fingerprint()  # caches are filled before it travels
     again = pickle.loads(pickle.dumps(made))
     assert again == made
     assert hash(again) == hash(made)
@@ -109,15 +111,15 @@ def test_fingerprints_of_different_documents(docs):
 
 def test_fingerprints_of_different_tables():
     made = plan([8], 2)
-    words = made.hops(backward=True).words()
+    words = made.hops(backward=True).lines()
     tables = [made.with_hops(words), made.with_hops(words[1:]), made.with_hops(words, num_shares=2)]
-    tables.append(made.with_hops(words, promise=Promise(5, 5, 5.0)))
+    tables.append(made.with_hops(words, limits=DeclaredLimits(5, 5, 5.0)))
     assert len({p.fingerprint() for p in [made, *tables]}) == 5
 
 
 def test_with_hops_keeps_how_steps_are_exchanged():
     made = SAMPLE["packed"]
-    assert made.with_hops(made.hops(backward=True).words()).schedule.exchange == "all_to_all"
+    assert made.with_hops(made.hops(backward=True).lines()).schedule.exchange == "all_to_all"
 
 
 TABLES = [

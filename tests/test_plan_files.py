@@ -18,13 +18,13 @@ from interpreter import assert_right
 
 import tasp_core as tasp
 from tasp_core import Plan, PlanError, check, plan
-from tasp_core.schedules import Promise, Table
+from tasp_core.schedules import DeclaredLimits, Table
 
 DOCS = tasp.Documents.of([13, 20, 7])
 
 
 def table_of(made, **options):
-    return made.with_hops(made.hops(backward=True).words(), **options)
+    return made.with_hops(made.hops(backward=True).lines(), **options)
 
 
 def planned(schedule, layout="zigzag", machine=None, intra=1, ranks=4, **options):
@@ -162,7 +162,7 @@ def outcome(data):
     except PlanError:
         return "refused by check"
     assert report.links_proved or made.schedule.collective
-    assert_right(made.inner)
+    assert_right(made.context_plan)
     return "right"
 
 
@@ -194,17 +194,17 @@ def fields_of(name, **change):
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("table", {"promise": [float("nan")] * 4}, "NaN is no number of JSON"),
-        ("table", {"promise": [-1, 1, 2.0, 0.0]}, "promise: inside must be .*>= 0, got -1"),
-        ("table", {"promise": [1, True, 2.0, 0.0]}, "promise: across must be .* got True"),
+        ("table", {"limits": [float("nan")] * 4}, "NaN is no number of JSON"),
+        ("table", {"limits": [-1, 1, 2.0, 0.0]}, "limits: inside must be .*>= 0, got -1"),
+        ("table", {"limits": [1, True, 2.0, 0.0]}, "limits: across must be .* got True"),
         (
             "table",
-            {"promise": [1, 1, "2", 0.0]},
-            "promise: buffer must be a finite number .* got '2'",
+            {"limits": [1, 1, "2", 0.0]},
+            "limits: buffer must be a finite number .* got '2'",
         ),
-        ("table", {"promise": [1, 1, 2.0, None]}, "promise: guests must be .* got None"),
-        ("table", {"promise": [1, 1]}, r"promise must be 4 numbers"),
-        ("table", {"promise": 3}, "promise must be a list of numbers, got 3"),
+        ("table", {"limits": [1, 1, 2.0, None]}, "limits: remote_queries must be .* got None"),
+        ("table", {"limits": [1, 1]}, r"limits must be 4 numbers"),
+        ("table", {"limits": 3}, "limits must be a list of numbers, got 3"),
         ("table", {"node_size": 7}, "node_size must be that of the machine, 4, got 7"),
         ("table", {"node_size": "q"}, "node_size must be a whole number >= 1, got 'q'"),
         ("table", {"node_size": 0}, "node_size must be a whole number >= 1, got 0"),
@@ -303,8 +303,8 @@ def test_text_that_no_reader_should_take(text, reason):
 
 @pytest.mark.parametrize("loads", [[99, 99], [10**9, 10**9]])
 def test_a_large_promise_is_fine_and_is_shown(loads):
-    made = Plan.from_json(fields_of("table", promise=[*loads, 99.0, 99.0]))
-    assert f"0..1 shares a link and step ({loads[0]} promised)" in str(check(made))
+    made = Plan.from_json(fields_of("table", limits=[*loads, 99.0, 99.0]))
+    assert f"0..1 shares a link and step ({loads[0]} declared)" in str(check(made))
 
 
 def test_links_are_checked_on_the_machine_whatever_the_schedule_was_made_for():
@@ -317,15 +317,15 @@ def test_links_are_checked_on_the_machine_whatever_the_schedule_was_made_for():
     report = check(single)
     assert (report.links_proved, report.max_nic) == (True, 2)
     assert_right(single)
-    with pytest.raises(PlanError, match=r"NIC out 0 carries 2 shares in step 0, 1 are promised"):
-        check(table_of(gathers, promise=Promise(9, 1, 9.0)))
-    over = Promise(9, 0, 9.0)
+    with pytest.raises(PlanError, match=r"NIC out 0 carries 2 shares in step 0, 1 are declared"):
+        check(table_of(gathers, limits=DeclaredLimits(9, 1, 9.0)))
+    over = DeclaredLimits(9, 0, 9.0)
     with pytest.raises(PlanError, match="NIC out 0 carries"):
-        check(table_of(BASES["wave on nodes"], promise=over))
+        check(table_of(BASES["wave on nodes"], limits=over))
 
 
 @pytest.mark.parametrize(
-    "promise",
+    "limits",
     [
         (float("nan"),) * 4,
         (1, 1, float("inf"), 0.0),
@@ -335,9 +335,9 @@ def test_links_are_checked_on_the_machine_whatever_the_schedule_was_made_for():
         (1,),
     ],
 )
-def test_promises_given_in_code(promise):
-    with pytest.raises(PlanError, match="promise"):
-        BASES["table"].with_hops([], promise=promise)
+def test_promises_given_in_code(limits):
+    with pytest.raises(PlanError, match="limits"):
+        BASES["table"].with_hops([], limits=limits)
 
 
 @pytest.mark.parametrize("exchange", ["carrier pigeon", None, True, 1, ["p2p"]])
@@ -382,7 +382,7 @@ def test_parts_that_do_not_belong_together(change, reason):
 
 
 def test_steps_far_away_cost_nothing():
-    words = BASES["table"].hops(backward=True).words()
+    words = BASES["table"].hops(backward=True).lines()
     late = [re.sub(r"t(\d+)", lambda m: f"t{int(m[1]) * 100_000}", w) for w in words]
     made = BASES["table"].with_hops(late)
     report = check(made)
@@ -401,7 +401,7 @@ GROUPS = plan([40], 8, schedule="ring", intra=2)
 
 
 def test_messages_about_groups_say_so():
-    words = GROUPS.hops(backward=True).words()
+    words = GROUPS.hops(backward=True).lines()
     assert "rank" not in GROUPS.table()
     assert "into group 3" in GROUPS.table()
     assert "the table is between 4 groups: group 3 (ranks 6..7)" in GROUPS.summary()
@@ -415,9 +415,9 @@ def test_messages_about_groups_say_so():
         assert GROUPS.with_hops(words).summary().split(";")[1] in str(caught.value)
         assert "8 ranks" in str(caught.value)
     with pytest.raises(PlanError, match="link 0>1 between groups carries 1"):
-        check(GROUPS.with_hops(words, promise=Promise(0, 0, 2.0)))
+        check(GROUPS.with_hops(words, limits=DeclaredLimits(0, 0, 2.0)))
     with pytest.raises(PlanError, match=r"group 0 \(ranks 0..1\) holds 2 travelling KV"):
-        check(GROUPS.with_hops(words, promise=Promise(1, 0, 1.5)))
+        check(GROUPS.with_hops(words, limits=DeclaredLimits(1, 0, 1.5)))
     with pytest.raises(PlanError, match=r"a hop names a group outside 0\.\.3"):
         check(GROUPS.with_hops([*words, "t0 0>7 kv0.0"]))
 

@@ -14,7 +14,7 @@ from tasp_core.lab.bench.accuracy import Inputs, verify
 from tasp_core.lab.bench.document_lengths import row_lengths
 from tasp_core.lowering.lower import lower
 from tasp_core.planning.work import work_of
-from tasp_core.schedules import KV, Promise
+from tasp_core.schedules import KV, DeclaredLimits
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
 ROW = tasp.Documents.of(row_lengths("sft", 16384, 1000))
@@ -79,8 +79,8 @@ def test_buffers_are_those_of_two_steps(buffer_tokens):
     tasp.check(p)
     for rank in range(8):
         forward, backward = (lower(p, rank, backward=b) for b in (False, True))
-        assert forward.arena_rows <= 2 * buffer_tokens
-        assert backward.acc_rows <= (2 if buffer_tokens == 2048 else 3) * buffer_tokens
+        assert forward.kv_buffer_rows <= 2 * buffer_tokens
+        assert backward.remote_grad_rows <= (2 if buffer_tokens == 2048 else 3) * buffer_tokens
     hops = p.hops()
     tokens = p.tokens_moved(hops)
     for rank in range(8):
@@ -101,7 +101,7 @@ def test_exact_on_real_ranks(lengths, ranks, layout, options):
     docs = tasp.Documents.of(lengths)
     p = sap(docs, ranks, 3, layout, **{"move_q": False, **options})
     assert (p.hops().src != p.hops().owner).any()
-    assert bool(len(p.schedule.meets.step)) == options.get("move_q", False)
+    assert bool(len(p.schedule.offloaded.step)) == options.get("move_q", False)
     errors, _ = verify(p, Inputs.random(docs.total, 4, 2, 16))
     assert errors.ok, errors
 
@@ -110,23 +110,23 @@ def test_plans_travel_and_tables_keep_their_turns():
     p = sap([90, 300, 40], 4, 4)
     assert tasp.Plan.from_json(p.to_json()) == p
     assert p.fingerprint() != sap([90, 300, 40], 4, 0).fingerprint()
-    again = p.with_hops(p.hops(backward=True).words())
+    again = p.with_hops(p.hops(backward=True).lines())
     assert (tasp.check(again).work == tasp.check(p).work).all()
     hops = p.hops()  # the same in fewer steps than `relay` fills with own work
     names = list(zip(hops.dst, hops.owner, hops.share, strict=True))
     words = [f"t0 {o}>{d} kv{o}.{s}" for d, o, s in names]
     words += [f"t2 {d}>{o} dkv{o}.{s}" for d, o, s in names]
-    short = p.with_hops(words, promise=Promise(1000, 1000, 9.0))
+    short = p.with_hops(words, limits=DeclaredLimits(1000, 1000, 9.0))
     assert tasp.check(short).work.sum() == p.docs.num_pairs
     calls = [
         c for r in range(4) for s in lower(short, r).steps if s.compute for c in s.compute.calls
     ]
     assert sum(c.pairs for c in calls) == p.docs.num_pairs
     with pytest.raises(tasp.PlanError):
-        tasp.check(p.with_hops(p.hops(backward=True).words(), num_shares=p.schedule.num_shares + 2))
+        tasp.check(p.with_hops(p.hops(backward=True).lines(), num_shares=p.schedule.num_shares + 2))
     with pytest.raises(ValueError, match="read-only"):
         p.schedule.own_steps(0)[:] = 0
-    kept = [w for w in p.hops(backward=True).words() if not w.startswith("t1 ")]
+    kept = [w for w in p.hops(backward=True).lines() if not w.startswith("t1 ")]
     with pytest.raises(tasp.PlanError):
         tasp.check(p.with_hops(kept))
     assert (p.hops().kind == KV).all()

@@ -34,9 +34,9 @@ def needed(p: tasp.Plan) -> list[set[int]]:
 
 
 def arriving(p: tasp.Plan) -> list[list[int]]:
-    hops, units = p.hops(), p.units
+    hops, units = p.hops(), p.subchunks
     result: list[list[int]] = [[] for _ in range(p.ranks)]
-    rows = zip(hops.dst.tolist(), hops.owner.tolist(), p.unit_of(hops, 0).tolist(), strict=True)
+    rows = zip(hops.dst.tolist(), hops.owner.tolist(), p.subchunk_of(hops, 0).tolist(), strict=True)
     for dst, owner, unit in rows:
         low = units.low[unit]
         result[dst] += p.tokens(owner)[low : low + units.count[unit]].tolist()
@@ -93,7 +93,7 @@ def test_buffers_are_bounded_and_a_larger_one_means_fewer_steps(machine, buffer_
     assert report.peak_shards * 100 <= 2 * budget + (
         2 * 3 * (budget // 8 + 1) if budget < 64 else 0
     )
-    assert max(lower(p, r).arena_rows for r in range(8)) <= 2 * budget + 6 * (budget // 8 + 1)
+    assert max(lower(p, r).kv_buffer_rows for r in range(8)) <= 2 * budget + 6 * (budget // 8 + 1)
     if buffer_tokens == 400:
         assert (
             p.schedule.num_steps()
@@ -111,17 +111,17 @@ def test_gradient_arcs_are_the_rings_own_on_a_ring():
     wave = tasp.plan([64], 8, schedule="wave", machine="mesh4x2")
     table = wave.hops(backward=True)
     derived = return_arcs(wave.hops(), ready(wave))
-    assert set(derived.words()) == set(table.where(table.kind == DKV).words())
+    assert set(derived.lines()) == set(table.where(table.kind == DKV).lines())
     # on rings the closing arc is shorter than the way back, so they have their own rule
     assert back.step.max() < return_arcs(ring.hops(), ready(ring)).step.max()
 
 
 def test_plans_without_a_layout_are_refused_and_tables_keep_their_cuts():
     p = tasp.plan([90, 3], 4, schedule="sap", layout="striped")
-    again = p.with_hops(p.hops(backward=True).words())
+    again = p.with_hops(p.hops(backward=True).lines())
     assert (tasp.check(again).work == tasp.check(p).work).all()
     assert tasp.Plan.from_json(again.to_json()) == again
     with pytest.raises(tasp.PlanError):
-        tasp.check(p.with_hops(p.hops(backward=True).words()[1:]))
+        tasp.check(p.with_hops(p.hops(backward=True).lines()[1:]))
     with pytest.raises(tasp.PlanError, match="buffer_tokens must be a whole number"):
         tasp.plan([9], 2, schedule="sap", schedule_options={"buffer_tokens": -1})

@@ -100,7 +100,7 @@ def test_tasp_loads_every_link_equally(n):
     assert made.schedule.num_steps() == n - 1
     if n <= 32 or n in (48, 64):  # the proof itself, where it is quick
         report = check(made)
-        assert report.max_load == report.min_load == fold == made.schedule.promise.inside
+        assert report.max_load == report.min_load == fold == made.schedule.limits.inside
         assert report.busy == 1.0
         assert report.peak_shards == (1.0 if n == 2 else 2.0)
 
@@ -131,7 +131,7 @@ def test_wave_is_the_theory(m, u, g, b):
 
 @pytest.mark.parametrize(("m", "u", "g", "b"), WAVES)
 def test_wave_gradients_come_home_as_early_as_they_can(m, u, g, b):
-    """Where every mate is a twin (no fan past the own node), rails wait two steps more."""
+    """Where every peer is a twin (no fan past the own node), rails wait two steps more."""
     forward, backward = wave_rows(m, u, g, b)
     parts = max(b, 1)
 
@@ -166,20 +166,20 @@ def test_wave_steps_loads_messages_and_buffers(m, u, g, b):
         inside = parts * (t < g) + kept * remote
         across = parts * sum(0 <= t - j + 1 < g for j in range(1, u)) + (m - 1) * bool(b) * remote
         ranks = range(n)
-        mates = [(x, y) for x in ranks for y in ranks if x != y and x // m == y // m]
-        assert {links[t, x, y] for x, y in mates} == ({inside} if m > 1 else set())
+        peers = [(x, y) for x in ranks for y in ranks if x != y and x // m == y // m]
+        assert {links[t, x, y] for x, y in peers} == ({inside} if m > 1 else set())
         assert {nic_out[t, x] for x in ranks} == {nic_in[t, x] for x in ranks} == {across}
-    promise = schedule.promise
-    assert promise.inside == parts + (u - 1) * kept or m == 1
-    assert promise.across == (u - 1) * (parts + (m - 1) * bool(b))
-    if g >= u and n > 1:  # the pipe fills, so the promise is reached
-        assert max(links.values(), default=promise.inside) == promise.inside
-        assert max(nic_out.values(), default=0) == promise.across
+    limits = schedule.limits
+    assert limits.inside == parts + (u - 1) * kept or m == 1
+    assert limits.across == (u - 1) * (parts + (m - 1) * bool(b))
+    if g >= u and n > 1:  # the pipe fills, so the limits is reached
+        assert max(links.values(), default=limits.inside) == limits.inside
+        assert max(nic_out.values(), default=0) == limits.across
     fans = (m - 1) * (g + u - 1 if kept or u == 1 else g)
     crossings = g + u - 2 + bool(b) if u > 1 else 0
     messages = Counter(src for _, src, _ in {row[:3] for row in forward})
     assert n == 1 or {messages[x] for x in range(n)} == {fans + crossings}
-    assert promise.buffer <= (n - 1 if g == u == 1 else 2 * (n - 1) / g)
+    assert limits.buffer <= (n - 1 if g == u == 1 else 2 * (n - 1) / g)
 
 
 @pytest.mark.parametrize(("m", "u"), [(1, 4), (2, 2), (3, 2), (4, 1), (4, 2), (2, 5)])
@@ -200,11 +200,11 @@ def test_the_example_of_the_theory():
     words = [f"{step} {word.replace(':', ' ')}" for step, *line in steps for word in line]
     options = {"blocks": 2, "twins": 0}
     hops = plan([8], 4, schedule="wave", machine="mesh2x2", schedule_options=options).hops()
-    assert sorted(hops.words()) == sorted(words)
+    assert sorted(hops.lines()) == sorted(words)
 
 
 ANYWHERE = ("ring", "tasp", "wave", "all_gather")
-EVEN = [name for name, kind in SCHEDULES.items() if not kind.uneven]  # need no layout
+EVEN = [name for name, kind in SCHEDULES.items() if not kind.variable_size]  # need no layout
 CASES = [
     *itertools.product(ANYWHERE, ("mesh1", "mesh2", "mesh5", "mesh6", "mesh1x4"), [None]),
     *itertools.product(EVEN, ("mesh2x2", "mesh4x3"), [None]),
@@ -220,12 +220,12 @@ def test_one_rank_can_get_its_own_hops(name, where, options):
     schedule = build(name, where, options)
     for backward in (False, True):
         table = schedule.hops(backward=backward)
-        assert table.words() == table.ordered().words()
+        assert table.lines() == table.ordered().lines()
         last = int(table.step.max()) + 1 if table.step.size else 0
         assert schedule.num_steps(backward=backward) == last
         for rank in range(where.ranks):
             mine = table.where((table.src == rank) | (table.dst == rank))
-            assert schedule.hops(rank, backward=backward).words() == mine.words()
+            assert schedule.hops(rank, backward=backward).lines() == mine.lines()
 
 
 @pytest.mark.parametrize("n", range(2, 12))
@@ -277,13 +277,13 @@ def test_best_twins_of_the_theory(name, twins):
 @given(st.lists(st.tuples(NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, st.sampled_from([0, 1]))))
 def test_words_parse_back(rows):
     hops = Hops(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
-    words = hops.words()
+    words = hops.lines()
     again = Hops.parse(words)
     assert all((a == b).all() for a, b in zip(again, hops, strict=True))
-    assert again.words() == words
+    assert again.lines() == words
     assert len(set(words)) == len(set(rows))
     ordered = hops.ordered()
-    assert sorted(ordered.words()) == sorted(words)
+    assert sorted(ordered.lines()) == sorted(words)
     assert (np.diff(ordered.step) >= 0).all()
 
 

@@ -30,8 +30,8 @@ def meetings(draw):
         schedule_options=options,
     )
     rank = draw(st.integers(0, made.ranks - 1))
-    per_rank = made.units.parts * made.schedule.num_shares
-    others = [u for u in range(len(made.units.low)) if u // per_rank != rank]
+    per_rank = made.subchunks.parts * made.schedule.num_shares
+    others = [u for u in range(len(made.subchunks.low)) if u // per_rank != rank]
     some = st.lists(st.sampled_from(others), unique=True) if others else st.just([])
     chosen = draw(some | st.permutations(others))
     return made, rank, chosen
@@ -39,7 +39,7 @@ def meetings(draw):
 
 def pieces_of_units(made, chosen):
     """The pieces of units as key pieces, and the global tokens they should hold."""
-    units = made.units
+    units = made.subchunks
     index = [i for u in chosen for i in range(units.first[u], units.first[u + 1])]
     per_rank = units.parts * made.schedule.num_shares
     tokens = []
@@ -58,7 +58,7 @@ def expand(made, rank, keys, tiles):
         for i in range(count)
     ]
     pairs, rows = Counter(), {}
-    for name in ("full", "causal", "mirrored"):
+    for name in ("full", "causal", "inverse_causal"):
         sequences = getattr(tiles, name)
         rows[name] = Counter()
         for q_lo, q_n, k_lo, k_n in zip(*sequences, strict=True):
@@ -69,7 +69,7 @@ def expand(made, rank, keys, tiles):
             assert name == "full" or q_n == k_n
             rows[name].update(range(q_lo, q_lo + q_n))
             for i in range(q_n):
-                low, high = i * (name == "mirrored"), i + 1 if name == "causal" else k_n
+                low, high = i * (name == "inverse_causal"), i + 1 if name == "causal" else k_n
                 for j in range(low, high):
                     pairs[int(queries[q_lo + i]), int(row[k_lo + j])] += 1
     return pairs, rows
@@ -98,7 +98,7 @@ def test_tiles_are_exactly_the_visible_pairs(meeting):
     if made.docs.window_size is None:
         assert not rows["full"] or max(rows["full"].values()) == 1
         assert made.docs.causal or not rows["causal"]
-        assert not rows["mirrored"]
+        assert not rows["inverse_causal"]
     areas = pair_table(queries, take(keys, working_order(keys)), made.docs).area
     assert areas.sum() == len(expected)
 

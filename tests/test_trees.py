@@ -52,10 +52,10 @@ def test_proved_with_exact_promises(name):
     where = ODD[name]
     made = plan([where.ranks * 20 + 3], where.ranks, schedule="trees", machine=where)
     report = check(made)
-    promise = made.schedule.promise
-    assert report.peak_shards == pytest.approx(promise.buffer)
-    assert report.max_load == promise.inside
-    assert report.max_nic <= promise.across
+    limits = made.schedule.limits
+    assert report.peak_shards == pytest.approx(limits.buffer)
+    assert report.max_load == limits.inside
+    assert report.max_nic <= limits.across
     assert Plan.from_json(made.to_json()) == made
     for backward in (False, True):
         table = made.hops(backward=backward)
@@ -109,7 +109,7 @@ def test_select_takes_trees_where_they_win():
 def test_the_same_options_give_the_same_hops():
     first = build("trees", ODD["slow nic"])
     again = build("trees", machine("h100x2"), first.options)
-    assert again.hops().words() == first.hops().words()
+    assert again.hops().lines() == first.hops().lines()
     assert json.loads(first.options["wires"])["overrides"] == [
         ["nic_in 5", 10.0],
         ["nic_out 5", 10.0],
@@ -120,12 +120,12 @@ def test_the_same_options_give_the_same_hops():
 
 def test_a_wrong_tree_is_caught():
     made = plan([4000], 8, schedule="trees", machine=ODD["dead cable"])
-    words = made.hops(backward=True).words()
+    words = made.hops(backward=True).lines()
     relayed = next(w for w in words if ">3 kv0." in w and not w.startswith("t0"))
     with pytest.raises(PlanError, match=r"not hold yet|never receives|other hops"):
         check(made.with_hops([w for w in words if w != relayed]))
     early = ["t0" + w[w.index(" ") :] if w == relayed else w for w in words]
-    with pytest.raises(PlanError, match=r"does not hold yet|are promised"):
+    with pytest.raises(PlanError, match=r"does not hold yet|are declared"):
         check(made.with_hops(early))
 
 

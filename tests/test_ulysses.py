@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.planning.heads import split_heads
 from tasp_core.runtime import ulysses
 
@@ -25,7 +25,7 @@ def wrong(ranks, plans, heads):
     """Plans whose results are not within their limits."""
     jobs = [(p, Inputs.random(p.docs.total, *heads, 8)) for p in plans]
     by_rank = tasp.launch(run_all, ranks, jobs)
-    judges = [Judge(inputs, p.docs) for p, inputs in jobs]
+    judges = [Reference(inputs, p.docs) for p, inputs in jobs]
     found = [judge.errors([r[i] for r in by_rank], jobs[i][0]) for i, judge in enumerate(judges)]
     return [(p.summary(), e) for p, e in zip(plans, found, strict=True) if not e.ok]
 

@@ -21,7 +21,7 @@ from tasp_core.cli.app import app
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.kernels.reference import Math, oracle
 from tasp_core.kernels.varlen import VarlenKernel
-from tasp_core.lab.bench.accuracy import NAMES, Inputs, Judge, run_rank
+from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.runtime import execute
 from tests.test_exact import Case, failures, results_of
 from tests.test_kernels import StandIn
@@ -74,7 +74,7 @@ def test_every_layout_and_schedule(ranks):
 def test_h4_a_window_of_128_is_dense_and_never_full_causal(layout):
     docs = tasp.Documents.of([4096], window=128)
     inputs = Inputs.random(docs.total, 2, 1, 16)
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     causal = oracle(*inputs.tensors()[:3], tasp.Documents.of([4096]))
     plans = [
         tasp.plan(docs, 4, schedule=s, layout=layout, machine="mesh2x2" if n else None)
@@ -156,7 +156,7 @@ def test_narrow_dtypes_stay_as_exact_as_one_rounding(dtype, window):
     docs = tasp.Documents.of([137, 341, 89], window=window)
     inputs = Inputs.random(docs.total, 4, 2, 16, dtype=dtype)
     p = tasp.plan(docs, 1)
-    assert Judge(inputs, docs).errors([run_rank(0, None, p, inputs)[0]], p).ok
+    assert Reference(inputs, docs).errors([run_rank(0, None, p, inputs)[0]], p).ok
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_wrong_windows_are_seen(monkeypatch):
     """A band one token too wide or too narrow fails the checker and the comparison with float64."""
     docs = tasp.Documents.of([300], window=20)
     inputs = Inputs.random(300, 2, 2, 8)
-    judge, good = Judge(inputs, docs), tasp.plan(docs, 1)
+    judge, good = Reference(inputs, docs), tasp.plan(docs, 1)
     assert judge.errors([run_rank(0, None, good, inputs)[0]], good).ok
     for wrong in ((20, 0), (18, 0), (19, 1)):
         bad_docs = tasp.Documents.of([300], window=20)

@@ -52,4 +52,4 @@ def test_pairs_and_calls_are_those_of_the_lowered_programs(row, schedule, layout
     # queries cut into shares meet some own keys whole, which lowering joins to its one causal call
     assert abs(found.calls - calls).max() <= 1
     if schedule in ("helper", "mesh", "token_ring") and row == "one":
-        assert len(made.schedule.meets.step)
+        assert len(made.schedule.offloaded.step)

@@ -27,9 +27,9 @@ LABELLED = 16  # arrows with words, at most
 
 def _arrows(plan: Plan, here: Hops) -> Marks:
     """An arrow for each link in use, with its words where there is room."""
-    s, n = stage(nodes_of(plan.machine), STAGE), plan.inner.ranks
+    s, n = stage(nodes_of(plan.machine), STAGE), plan.context_plan.ranks
     link, inverse = np.unique(here.src * n + here.dst, return_inverse=True)
-    words = here.words()
+    words = here.lines()
     opposed = bool(np.isin(link % n * n + link // n, link).any())
     marks, labels = nodes(s), []
     for i, (src, dst) in enumerate(zip((link // n).tolist(), (link % n).tolist(), strict=True)):
@@ -51,7 +51,7 @@ def _arrows(plan: Plan, here: Hops) -> Marks:
 
 def _had(plan: Plan, kind: int) -> np.ndarray:
     """Part of each owner's KV (or queries) a rank has before step t, float [steps + 1, rank, owner]."""
-    n, hops = plan.inner.ranks, plan.hops()
+    n, hops = plan.context_plan.ranks, plan.hops()
     hops = hops.where(hops.kind == kind)
     had = np.zeros((plan.schedule.num_steps() + 1, n, n))
     moved = plan.tokens_moved(hops) / np.maximum(1, plan.layout.counts)[hops.owner]
@@ -60,10 +60,10 @@ def _had(plan: Plan, kind: int) -> np.ndarray:
     return had.cumsum(axis=0)
 
 
-def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
+def _matrix(had: np.ndarray, before: np.ndarray, remote: np.ndarray) -> Marks:
     """Rows of cells that fill with the owners' colours; what is new has a dark frame.
 
-    A hollow square in the owner's colour: queries that have come as guests.
+    A hollow square in the owner's colour: queries of that rank that have arrived.
     """
     n = len(had)
     size = min(44.0, CELLS / n)
@@ -90,8 +90,8 @@ def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
                         tip=tip,
                     )
                 )
-            if guests[rank, owner]:
-                tip = f"rank {rank} has had {guests[rank, owner]:.0%} of rank {owner}'s queries"
+            if remote[rank, owner]:
+                tip = f"rank {rank} has had {remote[rank, owner]:.0%} of rank {owner}'s queries"
                 inset = complex(0.25, 0.25) * size
                 fresh.append(
                     rect(
@@ -99,7 +99,7 @@ def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
                         2 * inset,
                         stroke=colour(owner),
                         width=3,
-                        name="guest",
+                        name="remote query",
                         tip=tip if n <= 16 else "",
                     )
                 )
@@ -117,7 +117,7 @@ def _matrix(had: np.ndarray, before: np.ndarray, guests: np.ndarray) -> Marks:
     return marks
 
 
-def _draw(plan: Plan, step: int, had: np.ndarray, guests: np.ndarray) -> Drawing:
+def _draw(plan: Plan, step: int, had: np.ndarray, remote: np.ndarray) -> Drawing:
     """One step."""
     table = plan.hops()
     here = table.where(table.step == step)
@@ -126,7 +126,7 @@ def _draw(plan: Plan, step: int, had: np.ndarray, guests: np.ndarray) -> Drawing
     seen = f"after it a rank has {_range(have)} of {len(have)} ranks' KV"
     marks = [text(complex(LEFT, 8), caption, size=16, anchor="start", bold=True)]
     marks.append(small(complex(LEFT, 32), seen + "; new: framed", "start"))
-    marks += _arrows(plan, here) + _matrix(had[step + 1], had[step], guests[step + 1])
+    marks += _arrows(plan, here) + _matrix(had[step + 1], had[step], remote[step + 1])
     return Drawing(LEFT + CELLS, max(STAGE, TOP + 60), marks)
 
 
@@ -151,7 +151,7 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     """
     few_enough(plan.ranks)
     where, steps = place(plan, label), plan.schedule.num_steps()
-    had, guests = _had(plan, KV), _had(plan, Q)
+    had, remote = _had(plan, KV), _had(plan, Q)
     if not 0 <= step < max(1, steps):
         raise ValueError(f"step {step} does not exist: {where} has {steps} steps, from 0")
     if not steps:
@@ -162,7 +162,7 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     count = len(table.src)
     arrows = len(np.unique((table.step * n + table.src) * n + table.dst))
     shown = range(steps) if arrows + steps * n * n <= FRAMES else [step]
-    states = {t: _draw(plan, t, had, guests) for t in shown}
+    states = {t: _draw(plan, t, had, remote) for t in shown}
     note = (
         "An arrow: one link in use, in the colour of the rank whose keys and values (KV) it carries; "
         'grey: of several ranks. "kv3.1": share 1 of rank 3. A cell fills as the shares arrive.'
@@ -170,10 +170,10 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     title = (
         f"{where}: {count} hops in {steps} step{'s' * (steps != 1)} bring every KV to its readers"
     )
-    if guests.any():
+    if remote.any():
         note += " A hollow square: its queries have come."
         title = title.replace("bring every KV to its readers", "bring queries and keys together")
-    said = " ".join(table.where(table.step == step).words()[:64])
+    said = " ".join(table.where(table.step == step).lines()[:64])
     desc = f"{where}, step {step} of {steps}: {said}."
     frames = tuple((f"{t}", d) for t, d in states.items()) if len(states) > 1 else ()
     return Figure(title, (note,), desc, states[step], frames, step)

@@ -189,8 +189,8 @@ def headline(panels: Sequence[Named]) -> str:
     if not own:
         return "Keys and values each link carries"
     least = min(own, key=lambda panel: panel[1].part)
-    best = max(own, key=lambda panel: (panel[1].whole, panel[1].even))
-    ends = [least, best] if best[1].whole and not least[1].whole else [least]
+    best = max(own, key=lambda panel: (panel[1].all_used, panel[1].even))
+    ends = [least, best] if best[1].all_used and not least[1].all_used else [least]
     return "; ".join(f"{who[0]} uses {t.usage()}{', equally' * t.even}" for who, t in ends)
 
 

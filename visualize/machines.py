@@ -22,12 +22,12 @@ from .timeline import seconds
 MOST_NODES, GAP, LINK, LISTED = 4, 24.0, "#8FA9BF", 6
 
 
-def _links(machine: Machine, s: Stage, mates: range) -> Marks:
+def _links(machine: Machine, s: Stage, peers: range) -> Marks:
     """A line for each pair of ranks with a link of its own, either way."""
     marks, changed = [], dict(machine.overrides)
     least = min((r for name, r in machine.overrides if r and name[0] == "l"), default=1.0)
-    for a in mates:
-        for b in range(a + 1, mates.stop):
+    for a in peers:
+        for b in range(a + 1, peers.stop):
             names = (f"link {a}>{b}", f"link {b}>{a}")
             rates = [changed.get(name, machine.link_gbps) for name in names]
             odd = any(name in changed for name in names) and machine.link_gbps > 0
@@ -35,7 +35,7 @@ def _links(machine: Machine, s: Stage, mates: range) -> Marks:
                 tip = f"{a} and {b}: {span(min(rates), max(rates))} GB/s"
                 wide = 1.2 if machine.link_gbps else min(4.0, 1.2 * max(rates) / least)
                 look = (ACCENT, 2.0, "4 4") if odd else (LINK, wide, "")
-                ends = (s.places[a - mates.start], s.places[b - mates.start])
+                ends = (s.places[a - peers.start], s.places[b - peers.start])
                 marks.append(line(*ends, stroke=look[0], width=look[1], dash=look[2], tip=tip))
     return marks
 
@@ -52,17 +52,17 @@ def _middle(machine: Machine, s: Stage) -> Marks:
     return [*marks, text(s.centre, label, size=13)]
 
 
-def _node(machine: Machine, number: int, mates: range, side: float, many: bool) -> Drawing:
+def _node(machine: Machine, number: int, peers: range, side: float, many: bool) -> Drawing:
     """One node in its box, its NICs below."""
-    s, marks = stage((mates,), side), []
+    s, marks = stage((peers,), side), []
     if many:
         marks.append(rect(0j, complex(side, side), fill="#F2F2F2", stroke="#A8A8A8", name="node"))
         marks.append(text(complex(10, 16), f"node {number}", size=13, anchor="start", bold=True))
-        foot, nics = complex(side / 2, side), machine.nics or len(mates)
+        foot, nics = complex(side / 2, side), machine.nics or len(peers)
         marks.append(line(foot, foot + 46j, stroke=ACCENT, width=5))
         words = f"{nics} NIC{'s' * (nics > 1)}"
         marks.append(text(foot + 10 + 24j, words, size=13, anchor="start"))
-    marks += _links(machine, s, mates) + _middle(machine, s) + discs(s)
+    marks += _links(machine, s, peers) + _middle(machine, s) + discs(s)
     return Drawing(side, side + 46 * many, marks)
 
 
@@ -75,7 +75,7 @@ def _network(machine: Machine, wide: float, more: int) -> Drawing:
 
 
 def _title(machine: Machine, nodes: tuple[range, ...]) -> str:
-    sizes = sorted({len(mates) for mates in nodes})
+    sizes = sorted({len(peers) for peers in nodes})
     each = " and ".join(map(str, sizes))
     where = f": {len(nodes)} nodes of {each}" if len(nodes) > 1 else ""
     return f"{machine.name} has {machine.ranks} rank{'s' * (machine.ranks > 1)}{where}"
@@ -139,7 +139,7 @@ def topology(machine: Machine) -> Figure:
     few_enough(max(map(len, nodes)))
     shown, many, title = nodes[:MOST_NODES], len(nodes) > 1, _title(machine, nodes)
     side, said = 260.0 if many else 420.0, facts(machine, nodes)
-    drawn = [_node(machine, k, mates, side, many) for k, mates in enumerate(shown)]
+    drawn = [_node(machine, k, peers, side, many) for k, peers in enumerate(shown)]
     graph = grid(drawn, MOST_NODES, gap=GAP)
     if many:
         graph = stack([graph, _network(machine, graph.width, len(nodes) - len(shown))])

@@ -157,7 +157,7 @@ def _by_rank(plan: Plan, grid: Grid) -> View:
     """The rank that computes each pair."""
     ranks, holder = plan.layout.ranks, holders(plan, grid)
     mixed = np.broadcast_to(alternating(holder)[:, None], (len(holder), len(holder)))
-    if len(plan.schedule.meets.rank):
+    if len(plan.schedule.offloaded.rank):
         seen, where, _ = moved(plan, grid)
         weight = np.stack([(seen & (where == r)).mean(axis=(1, 3)) for r in range(ranks)], axis=2)
     else:
@@ -220,12 +220,12 @@ def _view(what: Plan | Documents, grid: Grid, rank: int | None, step: int | None
     if rank is None:
         if step is not None:
             raise ValueError("a step is shown for one rank; give rank, too")
-        return _by_rank(what.inner, grid)
+        return _by_rank(what.context_plan, grid)
     many = {"rank": (rank, what.layout.ranks), "step": (step or 0, what.schedule.num_steps() + 1)}
     for name, (value, count) in many.items():
         if not 0 <= value < count:
             raise ValueError(f"{name} {value} does not exist: {name}s are 0..{count - 1}")
-    return _by_step(what.inner, grid, rank, step)
+    return _by_step(what.context_plan, grid, rank, step)
 
 
 def mask(what: Plan | Documents, *, rank: int | None = None, step: int | None = None) -> Figure:
@@ -250,7 +250,8 @@ def mask(what: Plan | Documents, *, rank: int | None = None, step: int | None = 
     view = _view(what, grid, rank, step)
     title = f"{many} document{'s' * (many != 1)}, {docs.total:,} tokens"
     if isinstance(what, Plan):
-        title += f", {what.layout.name} on {what.inner.ranks} rank{'s' * (what.inner.ranks != 1)}"
+        ranks = what.context_plan.ranks
+        title += f", {what.layout.name} on {ranks} rank{'s' * (ranks != 1)}"
     part = docs.num_pairs / max(1, docs.total) ** 2
     title += f": {100 * part:.3g} % of the pairs are visible"
     facts = "; ".join(words for _, words in view.keys)

@@ -76,7 +76,10 @@ def placed(
                 ranges.setdefault(m.peer, []).extend(m.ranges)
         here = table.where(table.step == t)
         peers = (here.dst if sent else here.src).tolist()
-        counts = [plan.units.count[plan.unit_of(here, p)].tolist() for p in range(plan.units.parts)]
+        counts = [
+            plan.subchunks.count[plan.subchunk_of(here, p)].tolist()
+            for p in range(plan.subchunks.parts)
+        ]
         owners = zip(peers, here.owner.tolist(), here.share.tolist(), *counts, strict=True)
         for peer, owner, share, *parts in owners if ranges else ():
             for count in filter(None, parts):
@@ -88,7 +91,7 @@ def placed(
 
 def held(plan: Plan, program: Program, kind: int, *, backward: bool) -> list[Span]:
     """Keys (kind KV) or queries (Q) of other ranks, from arrival to the last step that needs them."""
-    rank, meets = program.rank, plan.schedule.meets
+    rank, meets = program.rank, plan.schedule.offloaded
     if kind == KV and program.collective:  # everything arrives at once and stays
         counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
         owners = (r for r in range(program.ranks) if r != rank)
@@ -111,10 +114,10 @@ def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, 
     """(name, what lies in it, rows) of each buffer for what is not the rank's own."""
     names = tuple(SHORT)
     arena = held(plan, program, KV, backward=backward)
-    found = [(names[0], arena, program.arena_rows)]
-    if program.guest_rows:
-        guests = held(plan, program, Q, backward=backward)
-        found.append((names[1], guests, program.guest_rows))
+    found = [(names[0], arena, program.kv_buffer_rows)]
+    if program.remote_query_rows:
+        remote = held(plan, program, Q, backward=backward)
+        found.append((names[1], remote, program.remote_query_rows))
     if backward:  # a share's gradient: from the step that computes on it to its sending
         begins = {(s.owner, s.share): s.first + 1 for s in arena}
         grads = [
@@ -122,7 +125,7 @@ def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, 
             for t, owner, share, low, count in placed(plan, program, DKV, sent=True, backward=True)
             if owner != program.rank
         ]
-        found.append((names[2], grads, program.acc_rows))
+        found.append((names[2], grads, program.remote_grad_rows))
     return found
 
 
@@ -210,7 +213,7 @@ def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = ""
     few_enough(plan.ranks)
     program = lower(plan, rank, backward=backward)
     tokens, steps = program.tokens, len(program.steps)
-    rows = buffers(plan.inner, program, backward=backward)
+    rows = buffers(plan.context_plan, program, backward=backward)
     needs = ", ".join(f"{number(n / max(1, tokens))} {SHORT[what]}" for what, _, n in rows)
     title = f"{place(plan, label)}: rank {rank} needs room for {needs} of other ranks"
     note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "

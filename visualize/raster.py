@@ -105,7 +105,7 @@ def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
 def by_pairs(plan: Plan) -> bool:
     """Whether who computes a pair, or when, is not given by the key alone: queries or own work moves."""
     schedule = plan.schedule
-    return len(schedule.meets.rank) > 0 or any(
+    return len(schedule.offloaded.rank) > 0 or any(
         schedule.own_steps(r).any() for r in range(plan.layout.ranks)
     )
 
@@ -114,7 +114,7 @@ def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For a plan `by_pairs`: of a few pairs of each cell which are visible, who computes
     them and when; each [query cell, sample, key cell, sample].
     """
-    tokens, shares, meets = grid.tokens[:, ::4], plan.schedule.num_shares, plan.schedule.meets
+    tokens, shares, meets = grid.tokens[:, ::4], plan.schedule.num_shares, plan.schedule.offloaded
     when = np.repeat([arrived(plan, r) for r in range(plan.layout.ranks)], shares, axis=0)
     where = np.repeat(np.arange(plan.layout.ranks), shares)[:, None] + np.zeros_like(when)
     for rank in range(plan.layout.ranks):
@@ -130,7 +130,7 @@ def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def pairs_by_rank(plan: Plan) -> np.ndarray:
     """Visible pairs that each rank computes, int64 [ranks]."""
-    if len(plan.schedule.meets.rank):
+    if len(plan.schedule.offloaded.rank):
         return work(plan).sum(axis=1)
     tokens = np.arange(plan.docs.total)
     low, high = visible(plan.docs, tokens)

@@ -57,7 +57,7 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
 
 def step_panels(plan: Plan) -> list[Panel]:
     """A panel for each run of steps with the same arcs, arrows in the colour of their sender."""
-    n, hops = plan.inner.ranks, plan.hops()
+    n, hops = plan.context_plan.ranks, plan.hops()
     runs: list[tuple[int, int, np.ndarray]] = []
     for step in np.unique(hops.step).tolist():
         here = hops.step == step
@@ -117,7 +117,7 @@ def _notes(plan: Plan, by_ring: bool, shown: int, panels: int) -> tuple[str, ...
 
 def place(plan: Plan, label: str) -> str:
     """The plan and where it runs, in words."""
-    n, u = plan.inner.ranks, plan.machine.num_nodes
+    n, u = plan.context_plan.ranks, plan.machine.num_nodes
     what = "rank" if plan.intra == 1 else f"groups of {plan.intra} rank"
     where = f"{label or plan.schedule.name} on {n} {what}{'s' * (n * plan.intra != 1)}"
     return where + (f" in {u} nodes" if u > 1 else "")
@@ -127,7 +127,7 @@ def _title(plan: Plan, label: str, num_rings: int) -> str:
     """The sentence the picture shows."""
     traffic, steps = Traffic.of(plan), plan.schedule.num_steps()
     where = place(plan, label)
-    if plan.inner.ranks == 1:
+    if plan.context_plan.ranks == 1:
         return f"{where}: nothing travels"
     if traffic.collective:
         return f"{where}: one library call, drawn as direct sends"
@@ -158,7 +158,7 @@ def rings(plan: Plan, *, max_rings: int = 8, label: str = "") -> Figure:
     if not shown:
         shown = [Panel("", "no arrow", np.zeros((0, 3), dtype=np.int64), 0)]
     most = max(int(p.arcs[:, 2].max(initial=1)) for p in shown)
-    n = plan.inner.ranks
+    n = plan.context_plan.ranks
     columns = min(len(shown), 4 if n <= (8 if plan.machine.num_nodes > 1 else 24) else 3)
     side = (INNER - 3 * GAP) / 4 if columns == 4 else (INNER - 2 * GAP) / 3
     ground = stage(nodes_of(plan.machine), side if n > 1 else 110)

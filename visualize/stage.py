@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
 def nodes_of(machine: Machine) -> tuple[range, ...]:
     """The ranks of each node."""
-    return tuple(dict.fromkeys(machine.mates(rank) for rank in range(machine.ranks)))
+    return tuple(dict.fromkeys(machine.node_peers(rank) for rank in range(machine.ranks)))
 
 
 def stage(nodes: tuple[range, ...], side: float) -> Stage:
@@ -56,7 +56,7 @@ def stage(nodes: tuple[range, ...], side: float) -> Stage:
     disc = max(NAMED, min(14.0, 0.33 * room)) if 0.38 * room >= NAMED else 0.27 * room
     # one node: rank 0 on top; two or three: node 0 on top; more: nodes left and right of the top
     first = -math.pi / 2 - gap * turn * ((m - 1) / 2 if u < 4 else -1)
-    slot = [rank + gap * k for k, mates in enumerate(nodes) for rank in mates]
+    slot = [rank + gap * k for k, peers in enumerate(nodes) for rank in peers]
     angles = (first + turn * (i - slot[0]) for i in slot)
     middle = complex(side / 2, side / 2)
     return Stage(
@@ -90,8 +90,8 @@ def nodes(s: Stage) -> Marks:
     marks: Marks = []
     count = len(s.nodes)
     pad = s.disc + min(8.0, 0.9 * s.disc)
-    for node, mates in enumerate(s.nodes if count > 1 else ()):
-        a, b = s.places[mates[0]], s.places[mates[-1]]
+    for node, peers in enumerate(s.nodes if count > 1 else ()):
+        a, b = s.places[peers[0]], s.places[peers[-1]]
         marks.append(_box(a, b, s, pad))
         half = cmath.phase((b - s.centre) / (a - s.centre)) % (2 * math.pi) / 2
         out = (a - s.centre) / s.radius * cmath.exp(1j * half)

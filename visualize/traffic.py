@@ -30,7 +30,7 @@ def work(plan: Plan) -> np.ndarray:
     Raises:
         PlanError: a plan that leaves pairs out, as `check` finds it.
     """
-    plan = plan.inner
+    plan = plan.context_plan
     arrival = np.full((plan.ranks, plan.ranks, plan.schedule.num_shares), NEVER)
     arrival[np.arange(plan.ranks), np.arange(plan.ranks)] = -1
     keys = plan.hops()
@@ -90,7 +90,7 @@ class Traffic(NamedTuple):
         return cls(kv, crossing, used, busy, step_kv, plan.schedule.collective, queries)
 
     @property
-    def whole(self) -> bool:
+    def all_used(self) -> bool:
         """Whether every link and NIC is used."""
         return len(self.kv) > 1 and all(part == total for part, total in self.used)
 
@@ -98,7 +98,7 @@ class Traffic(NamedTuple):
     def even(self) -> bool:
         """Whether one node's links are all used, and equally."""
         links = self.kv[~np.eye(len(self.kv), dtype=bool)]
-        return self.whole and not self.crossing.any() and bool(np.ptp(links) < 1e-9)
+        return self.all_used and not self.crossing.any() and bool(np.ptp(links) < 1e-9)
 
     @property
     def part(self) -> float:

@@ -253,7 +253,7 @@ def explore_machine(
         times = []
         for name in CANDIDATES:
             plan = tasp.plan([tokens], where.ranks, schedule=name, layout=layout, machine=where)
-            label = f"{name} ({plan.schedule.promise.buffer:.3g} KV)"
+            label = f"{name} ({plan.schedule.limits.buffer:.3g} KV)"
             times.append((label, tasp.simulate(plan, where, **sizes)))
         best = min(times, key=lambda pair: pair[1].total_s)
         shown = [timeline([best])] if where.ranks <= MOST_ROWS else []

@@ -37,7 +37,7 @@ print(plan)
 # one share, number 0.) What arrives in a step can be computed on, and passed on, in the next.
 
 # %%
-plan.hops().words()
+plan.hops().lines()
 
 # %% [markdown]
 # ## Exercise 1: write the ring (12 min)
@@ -143,7 +143,7 @@ explore_schedule(schedule="ring", ranks=4)
 # back, too: words with `dkv` carry gradients home (unit 10).
 
 # %%
-words = plan.hops(backward=True).words()
+words = plan.hops(backward=True).lines()
 try:
     print(tasp.check(plan.with_hops(words[:4] + words[5:])))
 except tasp.PlanError as error:

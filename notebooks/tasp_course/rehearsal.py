@@ -69,7 +69,7 @@ class Rehearsal:
 
 
 def slowed(plan: Plan, machine: Machine) -> tuple[Plan, Machine]:
-    """A short row by the same recipe, on the machine with its rates slowed down for about a second.
+    """A short row by the same spec, on the machine with its rates slowed down for about a second.
 
     Raises:
         TopologyError: a machine that cannot be emulated.

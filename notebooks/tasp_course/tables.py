@@ -11,7 +11,7 @@ import numpy as np
 
 import tasp_core as tasp
 from tasp_core import Plan, Report
-from tasp_core.schedules import Hops, Promise
+from tasp_core.schedules import DeclaredLimits, Hops
 
 TOKENS = 24  # a rank, a multiple of most numbers of shares
 
@@ -22,7 +22,7 @@ def ring_words(n: int) -> list[str]:
     >>> ring_words(2)
     ['t0 0>1 kv0.0', 't0 1>0 kv1.0']
     """
-    return tasp.plan([n], n, schedule="ring").hops().words()
+    return tasp.plan([n], n, schedule="ring").hops().lines()
 
 
 def home_words(words: Iterable[str]) -> list[str]:
@@ -52,9 +52,9 @@ def table_plan(
     """
     kv_words = list(words)
     docs = tasp.Documents.of([TOKENS * ranks], causal=False)
-    promise = Promise(link, link, float(ranks if kv is None else kv))
+    limits = DeclaredLimits(link, link, float(ranks if kv is None else kv))
     whole = tasp.plan(docs, ranks, schedule="ring", layout="contiguous")
-    return whole.with_hops(kv_words + home_words(kv_words), num_shares=num_shares, promise=promise)
+    return whole.with_hops(kv_words + home_words(kv_words), num_shares=num_shares, limits=limits)
 
 
 def prove(

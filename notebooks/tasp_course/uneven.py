@@ -20,8 +20,8 @@ import numpy as np
 import tasp_core as tasp
 from tasp_core import Machine, Plan, PlanError
 from tasp_core.machines.presets import MESH
-from tasp_core.schedules import KV, Hops, Promise
-from tasp_core.schedules.hops import NO_MEETS
+from tasp_core.schedules import KV, DeclaredLimits, Hops
+from tasp_core.schedules.hops import NO_OFFLOADED
 from tasp_core.schedules.routed import complete
 
 TOKENS = 4096  # of each rank
@@ -64,7 +64,7 @@ def rates(machine: Machine) -> Rate:
     return {(a, b): machine.route_gbps(a, b) for a in ranks for b in ranks if a != b}
 
 
-def _complaint(step: Sent, have: Have, rate: Rate) -> str:
+def _validation_error(step: Sent, have: Have, rate: Rate) -> str:
     """What is wrong with a step, "" if nothing."""
     if not step:
         return "an empty step, and some rank still lacks pieces"
@@ -99,16 +99,16 @@ def planned(machine: Machine, planner: Planner, pieces: int = 2) -> Plan:
         sent = planner(dict(rate), {r: set(held) for r, held in have.items()})
         if not isinstance(sent, list):
             raise PlanError(f"a planner answers with a list of (src, dst, piece), got {sent!r}")
-        if wrong := _complaint(sent, have, rate):
+        if wrong := _validation_error(sent, have, rate):
             raise PlanError(f"step {step} on {machine.name}: {wrong}")
         rows += [(step, src, dst, *piece, KV) for src, dst, piece in sent]
         for _, dst, piece in sent:
             have[dst].add(piece)
         step += 1
-    routes = complete(Hops(*np.array(rows).T), NO_MEETS, (n, n, pieces))
-    words = Hops.concat([routes.forward, routes.returns]).words()
+    routes = complete(Hops(*np.array(rows).T), NO_OFFLOADED, (n, n, pieces))
+    words = Hops.concat([routes.forward, routes.returns]).lines()
     ring = tasp.plan([n * TOKENS], n, schedule="ring", layout="contiguous", machine=machine)
-    return ring.with_hops(words, num_shares=pieces, promise=Promise(1, 1, float(n)))
+    return ring.with_hops(words, num_shares=pieces, limits=DeclaredLimits(1, 1, float(n)))
 
 
 def ratio(plan: Plan) -> float:

@@ -61,7 +61,7 @@ def check_load(answer: Any) -> None:
         ("h100x2", "ring"),
     ):
         where = tasp.machine(name)
-        words = tasp.plan([64], where.ranks, schedule=schedule, machine=where).hops().words()
+        words = tasp.plan([64], where.ranks, schedule=schedule, machine=where).hops().lines()
         right = Counter(r for word in words for r in where.resources(*ends(word)))
         given, what = answer(words, where), f"{schedule} on {name}"
         expect(isinstance(given, dict), f"{what}: a dict, please, not {given!r:.60}")

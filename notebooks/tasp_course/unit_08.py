@@ -45,7 +45,7 @@ def pruned(plan: Plan, pairs: Pairs) -> Plan:
     hops = plan.hops(backward=True)
     reader = np.where(hops.kind == KV, hops.dst, hops.src)  # gradients go the other way
     kept = [pair in pairs for pair in zip(hops.owner.tolist(), reader.tolist(), strict=True)]
-    return plan.with_hops(hops.where(np.array(kept)).words())
+    return plan.with_hops(hops.where(np.array(kept)).lines())
 
 
 def needed(plan: Plan) -> Pairs:

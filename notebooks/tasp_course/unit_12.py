@@ -101,7 +101,7 @@ def best(machine: Machine) -> float:
 
 
 def _expect_mine(plan: Plan) -> None:
-    """Judge whether a plan is one of the row, on the learner's machine."""
+    """Reference whether a plan is one of the row, on the learner's machine."""
     expect(isinstance(plan, Plan), "a plan is asked for: tasp.plan(ROW, ...)")
     right = plan.docs == Documents.of(ROW)
     expect(right, f"the plan must be of the documents {ROW}, causal")

@@ -5,9 +5,9 @@
 
     schedule                               all ranks, forward    backward            buffers of a rank
     ring, double_ring, tasp, tasp_paths,
-    tasp_rails, wave, paced                (n-1) T kv            (n-1) T (kv + dkv)  promise x t kv [1]
+    tasp_rails, wave, paced                (n-1) T kv            (n-1) T (kv + dkv)  limits x t kv [1]
     all_gather                             n (n-1) t kv          n (n-1) t kv + (n-1) T dkv    n t kv
-    token_ring, full mask                  (n-1) T (q + found)   the same            guests x t (q + found)
+    token_ring, full mask                  (n-1) T (q + found)   the same            remote x t (q + found)
     mesh, full mask, r rows x c columns    T ((r-1) kv + (c-1) (q + found)) ... and (r-1) T dkv
     sap                                    counted: it depends on the documents
 
@@ -42,8 +42,8 @@ class RowBytes(NamedTuple):
         """Of q, k and v with equal head dims and elements of `item` bytes."""
         wide, lse = max(4, item), max(4, item)
         q, kv = heads * head_dim, 2 * kv_heads * head_dim
-        guest = 3 * q * item + heads * lse  # q, dout, out, and lse
-        return cls(kv * item, kv * wide, (q * item, guest), ((q + heads) * wide, q * wide))
+        remote_query = 3 * q * item + heads * lse  # q, dout, out, and lse
+        return cls(kv * item, kv * wide, (q * item, remote_query), ((q + heads) * wide, q * wide))
 
     def of_kind(self, kind: int, backward: bool) -> int:
         """Bytes of a row of this kind of message."""
@@ -54,10 +54,10 @@ class RowBytes(NamedTuple):
     def buffers(self, program: Program, backward: bool) -> int:
         """Bytes of the buffers in which other ranks' rows lie."""
         return (
-            program.arena_rows * self.kv
-            + (program.acc_rows + program.landing_rows) * self.dkv
-            + program.guest_rows * (self.q[backward] + self.found[backward])
-            + program.answer_rows * self.found[backward]
+            program.kv_buffer_rows * self.kv
+            + (program.remote_grad_rows + program.grad_receive_rows) * self.dkv
+            + program.remote_query_rows * (self.q[backward] + self.found[backward])
+            + program.received_partial_rows * self.found[backward]
         )
 
 
@@ -87,7 +87,7 @@ def formula(plan: Plan, row: RowBytes) -> Formula | None:
     >>> formula(plan([64], ranks=4, schedule="ring"), RowBytes.of(1, 1, 8, 4)).sent
     (12288, 24576)
     """
-    plan = plan.inner
+    plan = plan.context_plan
     schedule, docs = plan.schedule, plan.docs
     n, total, most = plan.ranks, docs.total, int(plan.layout.counts.max())
     if schedule.collective:
@@ -100,18 +100,19 @@ def formula(plan: Plan, row: RowBytes) -> Formula | None:
         r, c = (1, n) if isinstance(schedule, TokenRing) else (schedule.rows, schedule.columns)
         keys, queries = (r - 1) * total, (c - 1) * total
         trips = [keys * row.kv + queries * (row.q[b] + row.found[b]) for b in (False, True)]
-        guests = schedule.promise.guests * most * (row.q[0] + row.found[0])
+        remote_queries = schedule.limits.remote_queries * most * (row.q[0] + row.found[0])
         return Formula(
-            (trips[0], trips[1] + keys * row.dkv), schedule.promise.buffer * most * row.kv + guests
+            (trips[0], trips[1] + keys * row.dkv),
+            schedule.limits.buffer * most * row.kv + remote_queries,
         )
-    if schedule.uneven:
+    if schedule.variable_size:
         return None
     trip = (n - 1) * total
-    rounding = 2 * schedule.num_shares * plan.units.parts  # blocks that shares do not divide
+    rounding = 2 * schedule.num_shares * plan.subchunks.parts  # blocks that shares do not divide
     loose = 1.2 if schedule.name in ("double_ring", "paced") else 1.0  # slots of unlike sizes
     return Formula(
         (trip * row.kv, trip * (row.kv + row.dkv)),
-        (loose * schedule.promise.buffer * most + rounding) * row.kv,
+        (loose * schedule.limits.buffer * most + rounding) * row.kv,
     )
 
 
@@ -121,10 +122,10 @@ def ulysses_bytes(
     """Bytes a member sends inside its group, (forward, backward): q, k, v out, out home; and back.
 
     Args:
-        tokens, others: this member's tokens and those of its mates. parts: every member's heads.
+        tokens, others: this member's tokens and those of its peers. parts: every member's heads.
     """
     q = (own.q_high - own.q_low) * head_dim * item
     size = {h: 2 * (h.kv_high - h.kv_low) * head_dim * item for h in parts}
     away = sum(tokens * (q + size[h]) for h in parts if h != own)
-    mates = len(parts) - 1
-    return away + others * q, tokens * q * mates + others * (q + size[own])
+    peers = len(parts) - 1
+    return away + others * q, tokens * q * peers + others * (q + size[own])

@@ -34,7 +34,7 @@ class RankCost:
     steps: tuple[int, int]
     calls: tuple[int, int]  # kernel calls
     gathered: int  # key rows copied because they do not lie in document order, forward
-    buffer_bytes: tuple[int, int]  # travelling keys, values and gradients, guest queries
+    buffer_bytes: tuple[int, int]  # travelling keys, values and gradients, remote queries
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def explain(
     parts = split_heads(heads, kv_heads, plan.intra)
     work = check(plan).work.sum(axis=1)
     costs = []
-    for group in range(plan.inner.ranks):
-        passes = [lower(plan.inner, group, backward=b) for b in (False, True)]
+    for group in range(plan.context_plan.ranks):
+        passes = [lower(plan.context_plan, group, backward=b) for b in (False, True)]
         members = np.diff(plan.member_tokens(group)).tolist()
         for member, (tokens, own) in enumerate(zip(members, parts, strict=True)):
             row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, BYTES[name])

@@ -208,7 +208,7 @@ def _candidates(
         alone = a == n  # over heads alone all schedules and layouts are the same
         if alone and (name, place) != (names[0], layouts[0]):
             continue
-        if name == "trees" and machine.plain and schedule == AUTO:
+        if name == "trees" and machine.homogeneous and schedule == AUTO:
             yield Row(
                 name, place, a, {}, excluded="made for machines whose ranks are not all alike"
             )
@@ -255,11 +255,11 @@ def _judge(
         ]
     except ValueError as error:
         return row._replace(excluded=str(error)), None
-    width, part = Sizes.of(made, **sizes), made.inner.layout.counts.max()
-    promise = made.schedule.promise
-    kv = max(map(width.kv, width.parts)) * promise.buffer * (made.inner.ranks > 1)
+    width, part = Sizes.of(made, **sizes), made.context_plan.layout.counts.max()
+    limits = made.schedule.limits
+    kv = max(map(width.kv, width.parts)) * limits.buffer * (made.context_plan.ranks > 1)
     kv += (
-        max(map(width.q, width.parts)) * promise.guests * (1 + width.wide / width.item)
+        max(map(width.q, width.parts)) * limits.remote_queries * (1 + width.wide / width.item)
     )  # and answers
     gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
     row = row._replace(

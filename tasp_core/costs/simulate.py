@@ -128,7 +128,7 @@ def simulate(
     """
     machine = _machine(plan, machine)
     sizes = Sizes.of(plan, heads, kv_heads, head_dim, dtype, batch)
-    alike = _alike(plan, machine)
+    alike = _rank_symmetric(plan, machine)
     hops = plan.hops(0 if alike else None, backward=backward)
     steps = plan.schedule.num_steps(backward=backward) + 1
     collective, turns_s = gathered(plan, machine, sizes)
@@ -138,7 +138,7 @@ def simulate(
     one = packed | (traffic.nbytes <= traffic.messages * SMALL_BYTES)  # one message a peer and step
     traffic = traffic._replace(messages=np.where(one, 1, traffic.messages))
     charged, together = charge(machine, traffic), charge(machine, collective)
-    work = work_of(plan, hops, range(1 if alike else plan.inner.ranks), steps)
+    work = work_of(plan, hops, range(1 if alike else plan.context_plan.ranks), steps)
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
     posted = _by_end(traffic, traffic.messages, plan.ranks, steps)
     most = [posted[end, traffic.step] for end in (traffic.src, traffic.dst)]
@@ -177,7 +177,7 @@ def simulate(
 def _machine(plan: Plan, machine: Machine | None) -> Machine:
     if machine is None:
         machine, a = plan.machine, plan.intra
-        if a > 1 and not machine.plain:
+        if a > 1 and not machine.homogeneous:
             raise PlanError(
                 "this plan's machine describes groups of ranks; give simulate the machine itself"
             )
@@ -190,15 +190,15 @@ def _machine(plan: Plan, machine: Machine | None) -> Machine:
     return machine
 
 
-def _alike(plan: Plan, machine: Machine) -> bool:
+def _rank_symmetric(plan: Plan, machine: Machine) -> bool:
     """Whether rank 0 stands for all.
 
     Raises:
         PlanError: too many hops, and ranks differ.
     """
-    n, schedule = plan.inner.ranks, plan.schedule
-    hops = 0 if schedule.uneven else n * (n - 1) * schedule.num_shares
-    alike = schedule.alike and machine.plain and plan.intra == 1
+    n, schedule = plan.context_plan.ranks, plan.schedule
+    hops = 0 if schedule.variable_size else n * (n - 1) * schedule.num_shares
+    alike = schedule.rank_symmetric and machine.homogeneous and plan.intra == 1
     if hops > MOST_HOPS and not alike:
         raise PlanError(
             f"{hops} hops are too many to simulate one by one; "
@@ -290,12 +290,14 @@ def _bound(
     plan: Plan, machine: Machine, sizes: Sizes, work: Work | None, backward: bool
 ) -> float | None:
     """The cut bound of what ranks need; of padded wholes where rank 0 stands for all."""
-    if plan.intra > 1 or len(plan.schedule.meets.step):  # other bytes could move instead
+    if plan.intra > 1 or len(plan.schedule.offloaded.step):  # other bytes could move instead
         return None
-    both = sizes.item + (sizes.wide if backward and machine.plain else 0)
+    both = sizes.item + (sizes.wide if backward and machine.homogeneous else 0)
     token = sizes.kv(sizes.parts[0]) * both
     if work is None:
         return cut_bound(machine, float(plan.layout.counts.mean()) * token)
-    units = plan.units
-    size = units.count.reshape(plan.ranks, units.parts, -1).sum(axis=1)  # tokens of (owner, share)
+    subchunks = plan.subchunks
+    size = subchunks.count.reshape(plan.ranks, subchunks.parts, -1).sum(
+        axis=1
+    )  # tokens of (owner, share)
     return needed_bound(machine, work.needed, size * float(token))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError, whole
+from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from ..planning.heads import Heads, split_heads
 from ..planning.plan import Plan
@@ -38,13 +38,13 @@ class Sizes(NamedTuple):
         name = str(dtype).removeprefix("torch.")
         if name not in BYTES:
             raise PlanError(f"dtype must be one of {', '.join(BYTES)}, got {dtype!r}")
-        heads = whole(heads, "heads", 1, PlanError)
-        kv_heads = heads if kv_heads is None else whole(kv_heads, "kv_heads", 1, PlanError)
+        heads = check_int(heads, "heads", 1, PlanError)
+        kv_heads = heads if kv_heads is None else check_int(kv_heads, "kv_heads", 1, PlanError)
         if heads % kv_heads:
             raise PlanError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
         parts = split_heads(heads, kv_heads, plan.intra)
-        head_dim = whole(head_dim, "head_dim", 1, PlanError)
-        return cls(parts, head_dim, whole(batch, "batch", 1, PlanError), BYTES[name])
+        head_dim = check_int(head_dim, "head_dim", 1, PlanError)
+        return cls(parts, head_dim, check_int(batch, "batch", 1, PlanError), BYTES[name])
 
     @property
     def wide(self) -> int:
@@ -83,11 +83,11 @@ class Traffic(NamedTuple):
 
 def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
     """Bytes and messages of hops between groups, for every member of the groups."""
-    inner, a = plan.inner, plan.intra
+    inner, a = plan.context_plan, plan.intra
     tokens = np.zeros(len(hops.step), dtype=np.int64)
     messages = np.zeros_like(tokens)
-    for part in range(inner.units.parts):
-        count = inner.units.count[inner.unit_of(hops, part)]
+    for part in range(inner.subchunks.parts):
+        count = inner.subchunks.count[inner.subchunk_of(hops, part)]
         tokens += count
         messages += count > 0
     some = messages > 0
@@ -168,7 +168,7 @@ def gathered(plan: Plan, machine: Machine, sizes: Sizes) -> tuple[Traffic, float
     Over all ranks it is the library's: one ring in rank order takes n - 1 turns, a direct one a turn
     for each node. Between groups of ranks it is an all-to-all.
     """
-    inner, a = plan.inner, plan.intra
+    inner, a = plan.context_plan, plan.intra
     rows, n = int(inner.layout.counts.max()), inner.ranks
     if a > 1 or not plan.schedule.collective:
         ends = np.argwhere(~np.eye(n if plan.schedule.collective else 0, dtype=bool)).T
@@ -197,7 +197,10 @@ def ulysses(
         return (0.0, 0.0), {}
     tokens = np.array([plan.num_tokens(r) for r in range(plan.ranks)])
     ends = [
-        (g * a + i, g * a + j) for g in range(plan.inner.ranks) for i in range(a) for j in range(a)
+        (g * a + i, g * a + j)
+        for g in range(plan.context_plan.ranks)
+        for i in range(a)
+        for j in range(a)
     ]
     src, dst = np.array([e for e in ends if e[0] != e[1]]).T
     q = np.array([sizes.q(p) * sizes.item for p in sizes.parts])

@@ -254,7 +254,7 @@ class Head:
         if self.call.run.plan.ranks > 1:
             exchange = Exchange(self.group)
             exchange.handshake({"pass": "what the model returns", "error": error}, PlanError)
-            exchange.settle()
+            exchange.finish_handshake()
         if error:
             raise PlanError(error)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..planning.plan import Plan
-from ..runtime.loss import label_complaint, next_token_labels
+from ..runtime.loss import label_error, next_token_labels
 from ..runtime.sharding import shard
 from ..sequence.documents import Documents
 
@@ -388,7 +388,7 @@ def _labels(
     for name, x in (("labels", labels), ("shift_labels", shifted)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape[:2]):
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-        if x is not None and (why := label_complaint(x)):
+        if x is not None and (why := label_error(x)):
             raise PlanError(why)
         if x is None or accepts.classes is None:
             continue
@@ -553,9 +553,9 @@ CHUNK = 1 << 22  # numbers hashed at once
 
 
 @lru_cache(maxsize=16)
-def _odd_numbers(count: int, salt: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, tag_prefix: int, device: torch.device) -> Tensor:
     """Odd 64-bit numbers without a pattern (splitmix64)."""
-    z = (torch.arange(count, device=device) + salt) * -7046029254386353131
+    z = (torch.arange(count, device=device) + tag_prefix) * -7046029254386353131
     z = (z ^ (z >> 30)) * -4658895280553007687
     z = (z ^ (z >> 27)) * -7723592293110705685
     return (z ^ (z >> 31)) | 1
@@ -570,7 +570,7 @@ def _digest(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     width = max(rows.shape[1], 1)
     of_column, of_row = (
-        _odd_numbers(n, salt, x.device) for salt, n in ((1, width), (2**40, len(rows)))
+        _odd_numbers(n, tag_prefix, x.device) for tag_prefix, n in ((1, width), (2**40, len(rows)))
     )
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(0, len(rows), step := max(CHUNK // width, 1)):

@@ -267,7 +267,7 @@ def _agree(group: Any, note: dict[str, str]) -> None:
     exchange = Exchange(group)
     exchange.handshake({"pass": "the model's inputs", **note}, PlanError)
     try:
-        exchange.settle()
+        exchange.finish_handshake()
     except PlanError as error:
         if re.match(r"rank \d+: ", text := str(error)):
             raise

@@ -1,8 +1,8 @@
 """The interface of an attention kernel: forward and backward over the sequences of one call.
 
 A call (`Call` of lowering/program.py) is a set of sequences: query rows against key rows, all FULL or all
-square CAUSAL, some of the latter mirrored. So a kernel needs no window, and how it would align one does
-not matter.
+square CAUSAL, some of the latter INVERSE_CAUSAL. So a kernel needs no window, and how it would align one
+does not matter.
 Backward takes the row's FINAL out and lse, so that each call's dq, dk, dv are exact partial sums.
 Shapes: q [t, H, D], k [s, K, D], v [s, K, E], out [t, H, E], lse [t, H]; K divides H.
 """

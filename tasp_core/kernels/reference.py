@@ -29,12 +29,12 @@ class Math(Kernel):
         self.window = window
 
     def _chunks(
-        self, q: Tensor, k: Tensor, causal: bool, mirrored: bool, scale: float
+        self, q: Tensor, k: Tensor, causal: bool, inverse_causal: bool, scale: float
     ) -> Iterator[Any]:
         """(rows, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
         # row i sees keys i + least .. i + most
-        most = 0 if causal and not mirrored else len(k)
-        least = 0 if mirrored else -len(q)
+        most = 0 if causal and not inverse_causal else len(k)
+        least = 0 if inverse_causal else -len(q)
         if self.window is not None:
             least, most = max(least, 1 - self.window), min(most, self.window - 1)
         for low in range(0, len(q), self.rows):
@@ -54,10 +54,10 @@ class Math(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for a, m, b, n, mirrored in each(call):
+        for a, m, b, n, inverse_causal in each(call):
             qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
             grouped = qs.unflatten(1, (ks.shape[1], -1))
-            for _, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
+            for _, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
                 lse = torch.logsumexp(scores, -1)
                 p = torch.exp(scores - lse[..., None])
                 out = torch.einsum("kgqs,ske->qkge", p, vs[keys])
@@ -77,7 +77,7 @@ class Math(Kernel):
         scale: float,
     ) -> Triple:
         grads = []
-        for a, m, b, n, mirrored in each(call):
+        for a, m, b, n, inverse_causal in each(call):
             do, qs, ks, vs, os = self._wide(
                 *(x[a : a + m] for x in (dout, q)),
                 *(x[b : b + n] for x in (k, v)),
@@ -88,7 +88,7 @@ class Math(Kernel):
             row_lse = lse[a : a + m].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)
             delta = (do * os).sum(-1).permute(1, 2, 0)
             dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
-            for rows, keys, scores in self._chunks(grouped, ks, call.causal, mirrored, scale):
+            for rows, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
                 p = torch.exp(scores - row_lse[:, :, rows, None])
                 dv[keys] += torch.einsum("kgqs,qkge->ske", p, do[rows])
                 dp = torch.einsum("qkge,ske->kgqs", do[rows], vs[keys])

@@ -51,11 +51,11 @@ def _address(x: Tensor) -> int:
 class Picker:
     """Query and key rows of a call, end to end, and their cumulative lengths on the device.
 
-    Rows of mirrored sequences are picked backwards, and their results put back in order.
+    Rows of inverse causal sequences are picked backwards, and their results put back in order.
     """
 
     def __init__(self, call: Call, device: torch.device) -> None:
-        seq, n = call.sequences, call.mirrored
+        seq, n = call.sequences, call.inverse_causal
         sides = ((seq.q_lo, seq.q_n), (seq.k_lo, seq.k_n))
         self.rows = [row_index(low, count, device, n) for low, count in sides]
         ends = [(np.cumsum(count) - count, count) for _, count in sides]
@@ -98,20 +98,22 @@ def row_index(
 
 
 def each(call: Call) -> Iterator[tuple[int, int, int, int, bool]]:
-    """(first query row, rows, first key row, rows, mirrored) of each sequence."""
-    mirrored = np.arange(len(call.sequences.q_lo)) >= len(call.sequences.q_lo) - call.mirrored
-    return zip(*(c.tolist() for c in (*call.sequences, mirrored)), strict=True)
+    """(first query row, rows, first key row, rows, inverse causal) of each sequence."""
+    inverse_causal = (
+        np.arange(len(call.sequences.q_lo)) >= len(call.sequences.q_lo) - call.inverse_causal
+    )
+    return zip(*(c.tolist() for c in (*call.sequences, inverse_causal)), strict=True)
 
 
 def batches(call: Call) -> Iterator[tuple[Any, Any, Any]]:
     """Views [B, H, L, D] of the query and key rows of sequences of one shape at even distances.
 
-    The third function brings results [B, H, L, D] of either back to rows end to end; mirrored
+    The third function brings results [B, H, L, D] of either back to rows end to end; inverse causal
     sequences are copies that run backwards.
     """
     seq, i = call.sequences, 0
     total = len(seq.q_lo)
-    upright = total - call.mirrored
+    upright = total - call.inverse_causal
     step = [np.diff(seq.q_lo), np.diff(seq.k_lo)]
     same = (np.diff(seq.q_n) == 0) & (np.diff(seq.k_n) == 0) & (step[0] >= 0) & (step[1] >= 0)
     same &= np.arange(1, total) != upright
@@ -122,11 +124,11 @@ def batches(call: Call) -> Iterator[tuple[Any, Any, Any]]:
         gap = (int(step[0][i]), int(step[1][i])) if j > i else (0, 0)
         rows = _view(int(seq.q_lo[i]), int(seq.q_n[i]), gap[0], j - i + 1)
         keys = _view(int(seq.k_lo[i]), int(seq.k_n[i]), gap[1], j - i + 1)
-        yield (rows, keys, end_to_end) if i < upright else _mirrored(rows, keys)
+        yield (rows, keys, end_to_end) if i < upright else _inverse_causal(rows, keys)
         i = j + 1
 
 
-def _mirrored(rows: Any, keys: Any) -> tuple[Any, Any, Any]:
+def _inverse_causal(rows: Any, keys: Any) -> tuple[Any, Any, Any]:
     return (
         lambda x: rows(x).flip(2),
         lambda x: keys(x).flip(2),

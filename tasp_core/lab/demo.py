@@ -21,7 +21,7 @@ from ..planning.plan import Plan
 from ..result_file import write
 from ..runtime.launch import launch
 from ..sequence.documents import Documents
-from .bench.accuracy import Inputs, Judge, as_dict, sent_bytes, verify
+from .bench.accuracy import Inputs, Reference, as_dict, sent_bytes, verify
 from .training.data import manual_row
 from .training.llama import Block
 from .training.minimal import train
@@ -70,7 +70,7 @@ def attend_all(
     inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
 ) -> list[Row]:
     """Every method on real ranks, each compared with the oracle."""
-    judge, rows = Judge(inputs, docs), []
+    judge, rows = Reference(inputs, docs), []
     for i, (label, schedule, layout, node) in enumerate(METHODS):
         say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
         p = _plan(docs, ranks, schedule, layout, node)

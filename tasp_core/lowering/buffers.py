@@ -34,24 +34,24 @@ def _slots(birth: np.ndarray, death: np.ndarray, size: np.ndarray) -> tuple[np.n
 
 
 class Place(NamedTuple):
-    """Where units lie: sorted unit numbers and their first rows."""
+    """Where subchunks lie: sorted subchunk numbers and their first rows."""
 
-    unit: np.ndarray
+    subchunk: np.ndarray
     row: np.ndarray
 
-    def of(self, unit: np.ndarray) -> np.ndarray:
-        return self.row[np.searchsorted(self.unit, unit)]
+    def of(self, subchunk: np.ndarray) -> np.ndarray:
+        return self.row[np.searchsorted(self.subchunk, subchunk)]
 
 
 def place(
-    unit: np.ndarray,
+    subchunk: np.ndarray,
     birth: np.ndarray,
     death: np.ndarray,
     count: np.ndarray,
     order: np.ndarray,
     base: int = 0,
 ) -> tuple[Place, int]:
-    """Units of equal birth and death lie end to end, by `order`, in one region, from row `base` on."""
+    """Subchunks of equal birth and death lie end to end, by `order`, in one region, from row `base` on."""
     index = np.lexsort((order, death, birth))
     b, d, c = birth[index], death[index], count[index]
     new = np.ones(len(index), dtype=bool)
@@ -63,8 +63,8 @@ def place(
     sizes = np.add.reduceat(c, first) if len(first) else c
     offset, rows = _slots(b[first], d[first], sizes)
     row = offset[region] + inside - inside[first[region]] if len(first) else inside
-    back = np.argsort(unit[index], kind="stable")
-    return Place(unit[index][back], base + row[back]), rows
+    back = np.argsort(subchunk[index], kind="stable")
+    return Place(subchunk[index][back], base + row[back]), rows
 
 
 def join_runs(src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> Runs:
@@ -76,8 +76,10 @@ def join_runs(src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> Runs:
     return Runs(src[first], dst[first], np.add.reduceat(count, first))
 
 
-def last_use(unit: np.ndarray, first: np.ndarray, user: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Per unit, the later of `first` and the last step of its users."""
-    last, order = first.copy(), np.argsort(unit)
-    np.maximum.at(last, order[np.searchsorted(unit[order], user)], step)
+def last_use(
+    subchunk: np.ndarray, first: np.ndarray, user: np.ndarray, step: np.ndarray
+) -> np.ndarray:
+    """Per subchunk, the later of `first` and the last step of its users."""
+    last, order = first.copy(), np.argsort(subchunk)
+    np.maximum.at(last, order[np.searchsorted(subchunk[order], user)], step)
     return last

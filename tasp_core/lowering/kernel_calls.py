@@ -1,7 +1,7 @@
 """Kernel calls of a step: groups of queries and of the keys they meet, as one FULL and one CAUSAL call.
 
 Most steps have one group: the rank's own queries and what has just arrived. Where queries move, a
-guest may meet other keys than the rank's own queries do; its sequences join the same two calls.
+remote query may meet other keys than the rank's own queries do; its sequences join the same two calls.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ def compute(groups: list[Group], docs: Documents) -> Compute | None:
     if apart or (merged and not all(map(_in_place, used))):
         gather = ranges(keys.offset - low, keys.offset - low + keys.count)[0]
         work = np.cumsum(keys.count) - keys.count
-    parts: list[list[Sequences]] = [[], [], []]  # causal, mirrored, full
+    parts: list[list[Sequences]] = [[], [], []]  # causal, inverse causal, full
     at = 0
     for pieces, (_, t) in zip(used, tiled, strict=True):
         border = np.cumsum(pieces.count) - pieces.count  # first working row of each used piece
         first = work[at : at + len(border)]
         at += len(border)
-        for kind, seq in zip(parts, (t.causal, t.mirrored, t.full), strict=True):
+        for kind, seq in zip(parts, (t.causal, t.inverse_causal, t.full), strict=True):
             piece = np.searchsorted(border, seq.k_lo, side="right") - 1
             kind.append(seq._replace(k_lo=first[piece] + seq.k_lo - border[piece]))
     calls = []
-    mirrored = sum(len(seq.q_lo) for seq in parts[1])
+    inverse_causal = sum(len(seq.q_lo) for seq in parts[1])
     for causal, sequences in ((True, parts[0] + parts[1]), (False, parts[2])):
         seq = _joined(sequences)
         if len(seq.q_lo):
             q_runs, k_runs = _end_to_end(seq.q_lo, seq.q_n), _end_to_end(seq.k_lo, seq.k_n)
-            calls.append(Call(causal, seq, q_runs, k_runs, mirrored * causal))
+            calls.append(Call(causal, seq, q_runs, k_runs, inverse_causal * causal))
     _, once = np.unique(work, return_index=True)  # read in place, groups share rows
     grads = _in_rounds(work[once], grad[once], keys.count[once])
     return Compute(low, high - low, gather, tuple(calls), grads)

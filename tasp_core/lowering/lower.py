@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import LayoutError
 from ..planning.messages import Moves, moves_of, starts
 from ..planning.plan import Plan
-from ..planning.work import alike, away_of
+from ..planning.work import alike, offloaded_subchunks
 from ..schedules import DKV, DQ, KV, OUT, Q
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import take
@@ -36,76 +36,78 @@ class _Lowering:
 
     def __init__(self, plan: Plan, rank: int, backward: bool, keep_kv: bool) -> None:
         self.plan, self.rank, self.backward, self.keep_kv = plan, rank, backward, keep_kv
-        self.units, self.tokens = plan.units, plan.num_tokens(rank)
-        self.size = plan.units.parts * plan.schedule.num_shares  # units of a rank
+        self.subchunks, self.tokens = plan.subchunks, plan.num_tokens(rank)
+        self.size = plan.subchunks.parts * plan.schedule.num_shares  # subchunks of a rank
         self.queries, self.own_steps = plan.layout.pieces(rank), plan.schedule.own_steps(rank)
         rows = moves_of(plan, plan.hops(rank, backward=backward))
         self.rows = rows
         self.steps = int(rows.step.max()) + 1 if len(rows.step) else 0
-        self.guests, self.given = away_of(plan, rank)
+        self.remote_queries, self.given = offloaded_subchunks(plan, rank)
         self.arrivals = rows.at((rows.dst == rank) & (rows.kind == KV))
-        self.landing_rows = self.answer_rows = self.gathered_rows = 0
-        self.arena, self.arena_rows = self._arena()
-        self.q, self.guest_rows = self._guests()
-        self.acc, self.acc_rows = self._acc() if backward else (self.arena, 0)
+        self.grad_receive_rows = self.received_partial_rows = self.gathered_rows = 0
+        self.arena, self.kv_buffer_rows = self._arena()
+        self.q, self.remote_query_rows = self._remote_queries()
+        self.acc, self.remote_grad_rows = self._acc() if backward else (self.arena, 0)
 
     def _arena(self) -> tuple[Place, int]:
         """Rows of travelling keys, after the own ones."""
         plan, here = self.plan, self.arrivals
         if plan.schedule.collective:
             self.gathered_rows = int(plan.layout.counts.max())
-            order = np.argsort(here.unit, kind="stable")
-            unit, owner = here.unit[order], here.owner[order]
-            row = owner * self.gathered_rows + self.units.low[unit]
-            return Place(unit, self.tokens + row), plan.ranks * self.gathered_rows
+            order = np.argsort(here.subchunk, kind="stable")
+            subchunk, owner = here.subchunk[order], here.owner[order]
+            row = owner * self.gathered_rows + self.subchunks.low[subchunk]
+            return Place(subchunk, self.tokens + row), plan.ranks * self.gathered_rows
         sends = self.rows.at((self.rows.src == self.rank) & (self.rows.kind == KV))
         sends = sends.at(sends.owner != self.rank)
-        death = last_use(here.unit, here.step + 1, sends.unit, sends.step)
-        met = self.guests.at(np.isin(self.guests.k_unit, here.unit))
-        death = last_use(here.unit, death, met.k_unit, met.step)
+        death = last_use(here.subchunk, here.step + 1, sends.subchunk, sends.step)
+        met = self.remote_queries.at(np.isin(self.remote_queries.k_subchunk, here.subchunk))
+        death = last_use(here.subchunk, death, met.k_subchunk, met.step)
         if self.keep_kv:  # until the backward pass has used it
             death = np.full_like(death, FOREVER)
         latest = np.zeros(self.steps + 1, dtype=np.int64)
         np.maximum.at(latest, here.step, death)
         together = latest[here.step]
-        first = self.units.pieces.start[self.units.first[here.unit]]
+        first = self.subchunks.pieces.start[self.subchunks.first[here.subchunk]]
         # what arrives together lies together, unless some of it would stay too long
         ways = [together] if (together == death).all() else [together, death]
-        places = [place(here.unit, here.step, d, here.count, first, self.tokens) for d in ways]
+        places = [place(here.subchunk, here.step, d, here.count, first, self.tokens) for d in ways]
         return min(places, key=lambda found: found[1])
 
-    def _guests(self) -> tuple[Place, int]:
-        """Rows of guest queries, and of what they find, after the own ones."""
+    def _remote_queries(self) -> tuple[Place, int]:
+        """Rows of remote queries, and of what they find, after the own ones."""
         moved = self.rows.at(np.isin(self.rows.kind, (Q, OUT, DQ)) & (self.rows.owner != self.rank))
         here = moved.at((moved.dst == self.rank) & (moved.kind == Q))
         sends = moved.at(moved.src == self.rank)
-        death = last_use(here.unit, here.step + 1, sends.unit, sends.step)
-        death = last_use(here.unit, death, self.guests.q_unit, self.guests.step)
+        death = last_use(here.subchunk, here.step + 1, sends.subchunk, sends.step)
+        death = last_use(
+            here.subchunk, death, self.remote_queries.q_subchunk, self.remote_queries.step
+        )
         self.fresh = here
-        return place(here.unit, here.step, death, here.count, here.unit, self.tokens)
+        return place(here.subchunk, here.step, death, here.count, here.subchunk, self.tokens)
 
     def _acc(self) -> tuple[Place, int]:
         """Rows of gradients on their way home, after the own ones."""
         here, rows = self.arrivals, self.rows
         home = rows.at((rows.src == self.rank) & (rows.kind == DKV))
-        leaves = last_use(here.unit, here.step + 1, home.unit, home.step)
-        at = self.arena.of(here.unit)
-        return place(here.unit, here.step + 1, leaves, here.count, at, self.tokens)
+        leaves = last_use(here.subchunk, here.step + 1, home.subchunk, home.step)
+        at = self.arena.of(here.subchunk)
+        return place(here.subchunk, here.step + 1, leaves, here.count, at, self.tokens)
 
     def _row(self, rows: Moves) -> np.ndarray:
-        """First row of each unit in the buffer it is sent from or received into."""
-        low = self.units.low[rows.unit]
+        """First row of each subchunk in the buffer it is sent from or received into."""
+        low = self.subchunks.low[rows.subchunk]
         away = rows.owner != self.rank
         for kind, where in ((KV, self.arena), (DKV, self.acc), (Q, self.q)):
             some = away & (rows.kind == kind)
             if some.any():
-                low[some] = where.of(rows.unit[some])
+                low[some] = where.of(rows.subchunk[some])
         return low
 
     def _sends(self, rows: Moves) -> tuple[Message, ...]:
         low = self._row(rows)
-        found = (rows.kind == OUT) | (rows.kind == DQ)  # counted from the first guest row
-        low[found] = self.q.of(rows.unit[found]) - self.tokens
+        found = (rows.kind == OUT) | (rows.kind == DQ)  # counted from the first remote query row
+        low[found] = self.q.of(rows.subchunk[found]) - self.tokens
         return _messages(rows, rows.dst, low, SENDS)
 
     def _recvs(self, rows: Moves) -> tuple[tuple[Message, ...], Runs, Runs]:
@@ -118,67 +120,67 @@ class _Lowering:
             order = np.argsort(rows.owner[some] != self.rank, kind="stable")  # own rows first
             runs.append(join_runs(*(c[some][order] for c in (low, target, rows.count))))
             size.append(int(ends[-1]) if len(ends) else 0)
-        self.landing_rows = max(self.landing_rows, size[0])
-        self.answer_rows = max(self.answer_rows, size[1])
+        self.grad_receive_rows = max(self.grad_receive_rows, size[0])
+        self.received_partial_rows = max(self.received_partial_rows, size[1])
         return _messages(rows, rows.src, low, RECEIVES), runs[0], runs[1]
 
-    def _pieces(self, unit: np.ndarray, row: np.ndarray, grad: np.ndarray) -> Group:
-        """The pieces of key units that lie at `row`, their gradients at `grad`; no queries yet."""
-        index, owner = ranges(self.units.first[unit], self.units.first[unit + 1])
-        pieces = take(self.units.pieces, index)
+    def _pieces(self, subchunk: np.ndarray, row: np.ndarray, grad: np.ndarray) -> Group:
+        """The pieces of key subchunks that lie at `row`, their gradients at `grad`; no queries yet."""
+        index, owner = ranges(self.subchunks.first[subchunk], self.subchunks.first[subchunk + 1])
+        pieces = take(self.subchunks.pieces, index)
         at = pieces.offset
         return Group(pieces, pieces._replace(offset=at + row[owner]), at + grad[owner])
 
-    def _keys(self, unit: np.ndarray) -> Group:
-        """Key units, own or held."""
-        low = self.units.low[unit]
+    def _keys(self, subchunk: np.ndarray) -> Group:
+        """Key subchunks, own or held."""
+        low = self.subchunks.low[subchunk]
         row, grad = low.copy(), low.copy()
-        held = unit // self.size != self.rank
-        row[held] = self.arena.of(unit[held])
+        held = subchunk // self.size != self.rank
+        row[held] = self.arena.of(subchunk[held])
         if self.backward:
-            grad[held] = self.acc.of(unit[held])
+            grad[held] = self.acc.of(subchunk[held])
         order = np.argsort(row, kind="stable")
-        return self._pieces(unit[order], row[order], grad[order])
+        return self._pieces(subchunk[order], row[order], grad[order])
 
-    def _query(self, unit: np.ndarray) -> Pieces:
-        """Query units, own or guests."""
-        row = self.units.low[unit]
-        held = unit // self.size != self.rank
-        row[held] = self.q.of(unit[held])
-        return self._pieces(unit, row, row).keys
+    def _query(self, subchunk: np.ndarray) -> Pieces:
+        """Query subchunks, own or remote queries."""
+        row = self.subchunks.low[subchunk]
+        held = subchunk // self.size != self.rank
+        row[held] = self.q.of(subchunk[held])
+        return self._pieces(subchunk, row, row).keys
 
     def _groups(self, step: int) -> Iterator[Group]:
-        """Own queries with what has just arrived (own keys when it is their turn), then guests."""
-        keys = self.arrivals.during(step - 1).unit if step else self._own_units()
+        """Own queries with what has just arrived (own keys when it is their turn), then remote queries."""
+        keys = self.arrivals.during(step - 1).subchunk if step else self._own_subchunks()
         given = self.given
         if len(given.step):
-            given = given.at(np.isin(given.k_unit, keys))
+            given = given.at(np.isin(given.k_subchunk, keys))
         if not len(given.step):
             if step:
                 yield self._keys(keys)._replace(queries=self.queries)
             yield from self._at_home(step)
         else:
-            mine = self._own_units()
-            stay = mine[~np.isin(mine, given.q_unit)]
-            parts = [(stay, keys[:0]), *alike(given.q_unit, given.k_unit)]
+            mine = self._own_subchunks()
+            stay = mine[~np.isin(mine, given.q_subchunk)]
+            parts = [(stay, keys[:0]), *alike(given.q_subchunk, given.k_subchunk)]
             for q, gone in parts:
                 yield self._keys(keys[~np.isin(keys, gone)])._replace(queries=self._query(q))
-        guests = self.guests.at(self.guests.step == step)
-        for q, k in alike(guests.q_unit, guests.k_unit):
+        remote_queries = self.remote_queries.at(self.remote_queries.step == step)
+        for q, k in alike(remote_queries.q_subchunk, remote_queries.k_subchunk):
             yield self._keys(k)._replace(queries=self._query(q))
 
     def _at_home(self, step: int) -> Iterator[Group]:
         """Own queries with own keys, those whose turn it is."""
-        mine = self._own_units()
+        mine = self._own_subchunks()
         if self.own_steps.any():
             turn = self._query(mine[self.own_steps[mine % len(self.own_steps)] == step])
             yield self._keys(mine)._replace(queries=turn)
         elif not step:
             yield Group(self.queries, self.queries, self.queries.offset)
 
-    def _own_units(self) -> np.ndarray:
-        unit = np.arange(self.rank * self.size, (self.rank + 1) * self.size)
-        return unit[self.units.count[unit] > 0]
+    def _own_subchunks(self) -> np.ndarray:
+        subchunk = np.arange(self.rank * self.size, (self.rank + 1) * self.size)
+        return subchunk[self.subchunks.count[subchunk] > 0]
 
     def _step(self, t: int) -> Step:
         rank, here = self.rank, self.rows.during(t)
@@ -187,14 +189,14 @@ class _Lowering:
         recvs, add, merge = self._recvs(here.at(here.dst == rank))
         sends = self._sends(here.at(here.src == rank))
         fresh, born = self.fresh.during(t - 1), self.arrivals.during(t - 1)
-        new = _spans(self.q.of(fresh.unit), fresh.count)
-        clear = _spans(self.acc.of(born.unit), born.count) if self.backward else NOTHING
+        new = _spans(self.q.of(fresh.subchunk), fresh.count)
+        clear = _spans(self.acc.of(born.subchunk), born.count) if self.backward else NOTHING
         work = compute(list(self._groups(t)), self.plan.docs)
         return Step(sends, recvs, work, new, clear, add, merge)
 
     def program(self) -> Program:
         after = [
-            self.guests.step,
+            self.remote_queries.step,
             self.own_steps,
             *(x.step + 1 for x in (self.arrivals, self.fresh)),
         ]
@@ -208,11 +210,11 @@ class _Lowering:
             self.rank,
             plan.ranks,
             self.tokens,
-            self.arena_rows,
-            self.acc_rows,
-            self.landing_rows,
-            self.guest_rows,
-            self.answer_rows,
+            self.kv_buffer_rows,
+            self.remote_grad_rows,
+            self.grad_receive_rows,
+            self.remote_query_rows,
+            self.received_partial_rows,
             steps,
             collective,
             self.gathered_rows,
@@ -260,9 +262,9 @@ def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = Fals
 
     >>> from tasp_core import plan
     >>> program = lower(plan([64], ranks=4, schedule="ring"), 0)
-    >>> program.arena_rows, [len(s.compute.calls) for s in program.steps]
+    >>> program.kv_buffer_rows, [len(s.compute.calls) for s in program.steps]
     (32, [2, 1, 1, 1])
     """
     if not 0 <= rank < plan.ranks:
         raise LayoutError(f"rank {rank} does not exist: ranks are 0..{plan.ranks - 1}")
-    return _Lowering(plan.inner, rank // plan.intra, backward, keep_kv).program()
+    return _Lowering(plan.context_plan, rank // plan.intra, backward, keep_kv).program()

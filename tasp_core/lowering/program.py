@@ -1,8 +1,8 @@
 """Program: one rank's part of a pass, as messages, buffer rows and kernel calls. No tensors here.
 
 Buffers count rows (tokens): `kv` and `grad` hold the rank's own rows first, then what travels; so does
-`q` where queries of other ranks come as guests. What guests found leaves from `found`; gradients of
-keys land in `landing`, answers of guests in `answers`, before they are added or merged.
+`q` where queries of other ranks come. Partial outputs of remote queries leave from `found`; gradients of
+keys arrive in `landing`, partial outputs of own queries in `answers`, before they are added or merged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     sequences: Sequences
     q_runs: tuple[Runs, ...]  # output rows -> query rows, one entry a round
     k_runs: tuple[Runs, ...]  # key gradient rows -> key rows
-    mirrored: int = 0  # so many of the last sequences of a causal call, see tiles.py
+    inverse_causal: int = 0  # so many of the last sequences of a causal call, see tiles.py
 
     @property
     def pairs(self) -> int:
@@ -69,7 +69,7 @@ class Compute(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: start guests, post sends and receives, compute, wait, then add what landed.
+    """One step: start remote queries, post sends and receives, compute, wait, then add what landed.
 
     Messages are posted in the order in which they stand here. To and from one peer they come in the
     order of their tags, on both ends alike: NCCL pairs messages by that order, gloo by their tags.
@@ -78,7 +78,7 @@ class Step(NamedTuple):
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
     compute: Compute | None
-    fresh: Runs  # q rows of guests that have just arrived
+    fresh: Runs  # q rows of remote queries that have just arrived
     clear: Runs  # grad rows that begin at zero
     add: Runs  # landing rows -> grad rows
     merge: Runs  # answers rows -> own query rows
@@ -91,11 +91,11 @@ class Program:
     rank: int
     ranks: int
     tokens: int
-    arena_rows: int
-    acc_rows: int
-    landing_rows: int
-    guest_rows: int
-    answer_rows: int
+    kv_buffer_rows: int
+    remote_grad_rows: int
+    grad_receive_rows: int
+    remote_query_rows: int
+    received_partial_rows: int
     steps: tuple[Step, ...]
     collective: str | None
     gathered_rows: int  # rows of one rank in a collective's buffer

@@ -39,17 +39,17 @@ def into_gbps(machine: Machine, inside: range | list[int]) -> float:
 def cut_sets(machine: Machine) -> Iterator[list[int]]:
     """The sets of ranks whose cuts are looked at; where all ranks are alike, one of each kind."""
     n = machine.ranks
-    ranks = range(1) if machine.plain else range(n)
-    nodes = {machine.mates(r) for r in ranks}
+    ranks = range(1) if machine.homogeneous else range(n)
+    nodes = {machine.node_peers(r) for r in ranks}
     sets: set[tuple[int, ...]] = {(r,) for r in ranks}
-    sets |= {tuple(mates) for mates in nodes}
-    for mates, bus in product(nodes, machine.buses):
-        sets |= {tuple(mates.start + r for r in end) for end in (bus.src, bus.dst)}
+    sets |= {tuple(peers) for peers in nodes}
+    for peers, bus in product(nodes, machine.buses):
+        sets |= {tuple(peers.start + r for r in end) for end in (bus.src, bus.dst)}
     for inside in sorted(sets):
         rest = [r for r in range(n) if r not in set(inside)]
         if rest:
             yield list(inside)
-            if not machine.plain:
+            if not machine.homogeneous:
                 yield rest
 
 
@@ -80,7 +80,7 @@ def needed_bound(machine: Machine, needed: np.ndarray, nbytes: np.ndarray) -> fl
     n, result = machine.ranks, 0.0
     for inside in cut_sets(machine):
         alike = [inside]
-        if machine.plain:  # one set of each kind was yielded: all others of its size
+        if machine.homogeneous:  # one set of each kind was yielded: all others of its size
             alike = [[*range(r, r + len(inside))] for r in range(0, n, len(inside))]
         gbps = into_gbps(machine, inside)
         for members in alike:

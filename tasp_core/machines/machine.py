@@ -4,7 +4,7 @@ Rank k * node_size + r is local rank r of node k. A transfer takes the first way
 
     link S>D, then port_out S, port_in D      of these what the machine has (mesh: MI300X; switch: H100)
     host_out S, buses of the node, host_in D  through the hosts (PCIe), where there is no such link
-    nic_out S, nic_in D                       between nodes; a rank whose NIC is dead uses a mate's
+    nic_out S, nic_in D                       between nodes; a rank whose NIC is dead uses a peer's
 
 Everything else asks `resources` and `capacity_gbps`. Not covered: memory limits, links with loss.
 """
@@ -152,7 +152,7 @@ class Machine:
         return self.node_size * self.num_nodes
 
     @property
-    def plain(self) -> bool:
+    def homogeneous(self) -> bool:
         """Whether all ranks, and all nodes, are alike."""
         return not (self.nics or self.nodes or self.buses or self.overrides)
 
@@ -160,7 +160,7 @@ class Machine:
         """The node a rank is in."""
         return self._home[rank][0]
 
-    def mates(self, rank: int) -> range:
+    def node_peers(self, rank: int) -> range:
         """The ranks of a rank's node, itself among them."""
         _, first, size = self._home[rank]
         return range(first, first + size)
@@ -171,7 +171,7 @@ class Machine:
         ranks = [int(x) for x in re.findall(r"\d+", end)]
         good = all(r < self.ranks for r in ranks)
         if re.fullmatch(r"link \d+>\d+", name):
-            good = good and ranks[1] != ranks[0] and ranks[1] in self.mates(ranks[0])
+            good = good and ranks[1] != ranks[0] and ranks[1] in self.node_peers(ranks[0])
         elif re.fullmatch(r"(port|nic|host)_(in|out) \d+", name):
             good = good and getattr(self, f"{kind.split('_')[0]}_gbps") > 0
             good = good and (kind[0] != "n" or self._nic(ranks[0]) == ranks[0])
@@ -216,9 +216,9 @@ class Machine:
         return next((way for way in ways if self._alive(way)), ())
 
     def _outside(self, rank: int, side: str) -> tuple[str, ...]:
-        """The way between a rank and its NIC, or a mate's where its own is dead; () if there is none."""
-        mates = self.mates(rank)
-        others = (*range(rank, mates.stop), *range(mates.start, rank))
+        """The way between a rank and its NIC, or a peer's where its own is dead; () if there is none."""
+        peers = self.node_peers(rank)
+        others = (*range(rank, peers.stop), *range(peers.start, rank))
         for x in others if self.nic_gbps else ():
             way: tuple[str, ...] = (f"host_{side} {rank}",) if self.host_gbps else ()
             if x != rank and not way:
@@ -266,7 +266,7 @@ class Machine:
             TopologyError: no such resource, or two ranks are left without a route.
 
         >>> from tasp_core import machine
-        >>> machine("h100x2").degraded({"nic_out 3": 0}).resources(3, 8)     # by a mate's NIC
+        >>> machine("h100x2").degraded({"nic_out 3": 0}).resources(3, 8)     # by a peer's NIC
         ('port_out 3', 'port_in 4', 'nic_out 4', 'nic_in 8')
         """
         changed = tuple({**self._changed, **overrides}.items())

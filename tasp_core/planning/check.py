@@ -5,9 +5,9 @@
     holding    a rank sends only what it owns or what arrived in an earlier step
     coverage   every visible (query, key) pair is computed exactly once, no invisible one is
     exchange   a collective moves what the plan says it moves
-    links      no link or NIC of the machine carries more shares in a step than the schedule promises
+    links      no link or NIC of the machine carries more shares in a step than the schedule declares
                (a collective's links are the library's choice: the report says so)
-    memory     no rank holds more travelling KV, or more guest queries, than the schedule promises
+    memory     no rank holds more travelling KV, or more remote queries, than the schedule declares
     gradients  every rank's part of every share's gradient is added up on the way and ends at its owner
     pairing    both ends of every link derive the same messages, in the same order, from their own tables
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PlanError
-from ..schedules import DKV, DQ, KINDS, KV, OUT, Hops, Promise, Q
+from ..schedules import DKV, DQ, KINDS, KV, OUT, DeclaredLimits, Hops, Q
 from .messages import mispairing
 from .plan import Plan
 from .work import NEVER, count_pairs
@@ -38,11 +38,11 @@ class Report:
         busiest: (src, dst, shares) of the link, or (rank, rank, shares) of the NIC, with the most in all.
         pairs: visible (query, key) pairs, each computed exactly once.
         peak_shards: most travelling KV a rank holds, in multiples of one rank's KV.
-        peak_guests: most queries of other ranks a rank holds, in multiples of one rank's tokens.
+        peak_remote_queries: most queries of other ranks a rank holds, in multiples of one rank's tokens.
         work: pairs computed, int64 [ranks, steps + 1].
         tokens_sent: tokens whose keys or queries each rank sends, int64 [ranks].
         messages: hops with tokens in them, whole forward pass.
-        promise: the loads and buffers that the plan was held to.
+        limits: the loads and buffers that the plan was held to.
         links_proved: whether loads were held to it; a collective's are the library's own choice.
     """
 
@@ -54,11 +54,11 @@ class Report:
     busiest: tuple[int, int, int]
     pairs: int
     peak_shards: float
-    peak_guests: float
+    peak_remote_queries: float
     work: np.ndarray
     tokens_sent: np.ndarray
     messages: int
-    promise: Promise
+    limits: DeclaredLimits
     links_proved: bool
 
     @property
@@ -77,9 +77,9 @@ class Report:
     def _links(self) -> str:
         if not self.links_proved:
             return "not proved: what links carry in a collective is the choice of its library"
-        most = f" ({self.promise.inside} promised)" * (self.promise.inside > self.max_load)
+        most = f" ({self.limits.inside} declared)" * (self.limits.inside > self.max_load)
         nics = f", {self.min_nic}..{self.max_nic} a NIC" if self.max_nic else ""
-        nics += f" ({self.promise.across} promised)" * (self.promise.across > self.max_nic > 0)
+        nics += f" ({self.limits.across} declared)" * (self.limits.across > self.max_nic > 0)
         return (
             f"proved: {self.min_load}..{self.max_load} shares a link and step{most}{nics}, "
             f"{self.busy:.1%} of the links busy per step"
@@ -92,7 +92,8 @@ class Report:
                 f"coverage   proved: {self.pairs} visible pairs, each computed once, no other pair",
                 f"links      {self._links()}",
                 f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank"
-                + f", {self.peak_guests:.3g} shards of guest queries" * (self.peak_guests > 0),
+                + f", {self.peak_remote_queries:.3g} shards of remote queries"
+                * (self.peak_remote_queries > 0),
                 "gradients  proved: every contribution reaches its owner exactly once",
                 f"work       max/mean {self.balance:.4f} over ranks, "
                 f"{self.step_balance:.4f} in the worst step",
@@ -107,26 +108,28 @@ class _Checker:
     """One pass over one plan; each method proves one property."""
 
     def __init__(self, plan: Plan) -> None:
-        self.whole, self.plan = plan, plan.inner
-        self.n, self.shares = plan.inner.ranks, plan.schedule.num_shares
+        self.whole, self.plan = plan, plan.context_plan
+        self.n, self.shares = plan.context_plan.ranks, plan.schedule.num_shares
         self.all = plan.hops()
         self.hops = self.all.where(self.all.kind == KV)
-        self.guests = self.all.where(self.all.kind == Q)
+        self.remote_queries = self.all.where(self.all.kind == Q)
         self.found = self.all.where(self.all.kind == OUT)
         self.back = plan.hops(backward=True)
-        self.meets = plan.schedule.meets
+        self.offloaded = plan.schedule.offloaded
         shape = (self.n, self.n, self.shares)
         self.arrival = np.full(shape, NEVER)  # of keys at (rank, owner, share)
         ids = np.arange(self.n)
         self.arrival[ids, ids] = -1
-        self.visit = self.arrival.copy() if len(self.guests.step) else self.arrival  # of queries
+        self.visit = (
+            self.arrival.copy() if len(self.remote_queries.step) else self.arrival
+        )  # of queries
 
     def fail(
         self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False
     ) -> None:
         mark, word = None, ""
         if hops is not None:
-            mark, word = int(hops.step[row]), f" at {hops.where(np.array([row])).words()[0]}"
+            mark, word = int(hops.step[row]), f" at {hops.where(np.array([row])).lines()[0]}"
         table = self.whole.table(backward=backward, mark=mark)
         raise PlanError(f"{what}{word}\n{self.whole.summary()}\n{table}")
 
@@ -186,10 +189,10 @@ class _Checker:
 
     def holding(self) -> None:
         self._held(self.hops, self.arrival)
-        if len(self.guests.step):
-            self._held(self.guests, self.visit)
+        if len(self.remote_queries.step):
+            self._held(self.remote_queries, self.visit)
         kv = self.back.where(np.isin(self.back.kind, (KV, Q)))
-        moved = np.concatenate([self._numbers(self.hops), self._numbers(self.guests)])
+        moved = np.concatenate([self._numbers(self.hops), self._numbers(self.remote_queries)])
         if not np.array_equal(np.unique(self._numbers(kv)), np.unique(moved)):
             self.fail("the backward table moves kv or q by other hops than the forward table", None)
 
@@ -216,7 +219,7 @@ class _Checker:
 
     def answers(self) -> None:
         """What is computed away from home: with what is there, once, and sent home afterwards."""
-        m = self.meets
+        m = self.offloaded
         keys = self.arrival[m.rank, m.owner, m.share]
         visit = self.visit[m.rank, m.q_owner, m.q_share]
         wrong = np.flatnonzero((m.rank == m.q_owner) | (np.maximum(keys, visit) >= m.step))
@@ -239,7 +242,10 @@ class _Checker:
             early = np.flatnonzero((last[at] >= hops.step) | (hops.dst != hops.owner))
             if early.size:
                 self.fail(
-                    "what guests found goes home late and straight, not", hops, early[0], kind == DQ
+                    "what remote_queries found goes home late and straight, not",
+                    hops,
+                    early[0],
+                    kind == DQ,
                 )
             lost = np.argwhere(sent != (last > 0))
             if lost.size:
@@ -266,11 +272,11 @@ class _Checker:
         return work
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
-        """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the promise.
+        """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the limits.
 
         Steps in which nothing moves are left out.
         """
-        hops, promise = self.all, self.plan.schedule.promise
+        hops, limits = self.all, self.plan.schedule.limits
         steps, number = np.unique(hops.step, return_inverse=True)
         node = np.arange(self.n) // self.plan.machine.node_size
         load = np.zeros((len(steps), self.n, self.n), dtype=np.int64)
@@ -280,12 +286,12 @@ class _Checker:
             return load, (load * ~same).sum(axis=2)
         cross = load * ~same
         nic_out, nic_in = cross.sum(axis=2), cross.sum(axis=1)
-        limits = (
-            (load * same, promise.inside, "link"),
-            (nic_out, promise.across, "NIC out"),
-            (nic_in, promise.across, "NIC in"),
+        bounds = (
+            (load * same, limits.inside, "link"),
+            (nic_out, limits.across, "NIC out"),
+            (nic_in, limits.across, "NIC in"),
         )
-        for loads, limit, what in limits:
+        for loads, limit, what in bounds:
             over = np.argwhere(loads > limit)
             if over.size:
                 at = tuple(over[0])
@@ -301,33 +307,39 @@ class _Checker:
                 row = int(np.flatnonzero(fits)[-1])
                 self.fail(
                     f"{what} {where}{self.between} carries {loads[at]} shares in step {steps[at[0]]}, "
-                    f"{limit} are promised;",
+                    f"{limit} are declared;",
                     hops,
                     row,
                 )
         return load, nic_out
 
     def memory(self) -> tuple[float, float]:
-        """Most travelling KV and most guest queries a rank holds; raises over the promise."""
-        promise, m = self.plan.schedule.promise, self.meets
+        """Most travelling KV and most remote queries a rank holds; raises over the limits."""
+        limits, m = self.plan.schedule.limits, self.offloaded
         kv = self._peak(
             self.hops,
             self.arrival,
             [(m.rank, m.owner, m.share, m.step)],
-            promise.buffer,
+            limits.buffer,
             "travelling KV",
         )
         found, met = self.found, (m.rank, m.q_owner, m.q_share, m.step)
         uses = [met, (found.src, found.owner, found.share, found.step)]
-        guests = self._peak(self.guests, self.visit, uses, promise.guests, "shards of guests")
-        return kv, guests
+        remote_queries = self._peak(
+            self.remote_queries,
+            self.visit,
+            uses,
+            limits.remote_queries,
+            "shards of remote queries",
+        )
+        return kv, remote_queries
 
     def _peak(
         self,
         hops: Hops,
         arrival: np.ndarray,
         uses: Sequence[tuple[np.ndarray, ...]],
-        promised: float,
+        declared: float,
         what: str,
     ) -> float:
         """Most that is held at once of what came by these hops, until it is last used or sent on."""
@@ -344,11 +356,11 @@ class _Checker:
         np.add.at(change, (rank, last[rank, owner, share] + 1), -size)
         live = np.cumsum(change, axis=1)
         peak = float(live.max() / most)
-        if peak > promised + 1e-9:
+        if peak > declared + 1e-9:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))
             row = int(np.flatnonzero((hops.dst == where) & (hops.step <= step))[-1])
             self.fail(
-                f"{self.name(where)} holds {peak:.3g} {what} in step {step}, {promised:.3g} are promised;",
+                f"{self.name(where)} holds {peak:.3g} {what} in step {step}, {declared:.3g} are declared;",
                 hops,
                 row,
             )
@@ -367,7 +379,7 @@ class _Checker:
             self.fail("an owner sends its own gradient away", hops, home[0], True)
         leaves = np.full(shape, NEVER)
         leaves[hops.src, hops.owner, hops.share] = hops.step
-        computed, m = self.arrival + 1, self.meets
+        computed, m = self.arrival + 1, self.offloaded
         np.maximum.at(computed, (m.rank, m.owner, m.share), m.step)
         early = np.flatnonzero(computed[hops.src, hops.owner, hops.share] >= hops.step)
         if early.size:
@@ -418,14 +430,14 @@ def check(plan: Plan) -> Report:
     (1, 1, 1.0, 2.0)
     """
     checker = _Checker(plan)
-    plan = plan.inner
+    plan = plan.context_plan
     checker.names()
     checker.exchange()
     checker.holding()
     checker.answers()
     work = checker.coverage()
     load, nic = checker.loads()
-    peak, guests = checker.memory()
+    peak, remote_queries = checker.memory()
     checker.gradients()
     checker.pairing()
     hops = checker.all
@@ -446,12 +458,12 @@ def check(plan: Plan) -> Report:
         busiest=(int(top[0]), int(top[1]), int(total.max(initial=0))),
         pairs=int(work.sum()),
         peak_shards=peak,
-        peak_guests=guests,
+        peak_remote_queries=remote_queries,
         work=work,
         tokens_sent=np.bincount(hops.src, weights=tokens, minlength=plan.ranks).astype(np.int64)
         if hops.step.size
         else np.zeros(plan.ranks, dtype=np.int64),
         messages=int(np.count_nonzero(tokens)),
-        promise=plan.schedule.promise,
+        limits=plan.schedule.limits,
         links_proved=plan.schedule.collective is None,
     )

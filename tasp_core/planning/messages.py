@@ -29,7 +29,7 @@ class Messages(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The same by unit (part of a share), parts without tokens dropped."""
+    """The same by subchunk (part of a share), parts without tokens dropped."""
 
     step: np.ndarray
     src: np.ndarray
@@ -37,7 +37,7 @@ class Moves(NamedTuple):
     owner: np.ndarray
     share: np.ndarray
     kind: np.ndarray
-    unit: np.ndarray
+    subchunk: np.ndarray
     count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
     message: np.ndarray  # rows of equal number travel as one message
     tag: np.ndarray
@@ -71,12 +71,12 @@ def messages_of(plan: Plan, hops: Hops) -> Messages:
     >>> p = plan([64], ranks=4, schedule="ring")
     >>> hops = p.hops(0, backward=True)
     >>> found = messages_of(p, hops.where((hops.dst == 1) & (hops.step == 2)))
-    >>> found.hops.words(), found.number.tolist(), found.tag.tolist()
+    >>> found.hops.lines(), found.number.tolist(), found.tag.tolist()
     (['t2 0>1 kv2.0', 't2 0>1 dkv3.0'], [0, 1], [0, 1])
     """
     late = np.flatnonzero(hops.step[1:] < hops.step[:-1])
     if late.size:
-        one, other = hops.where(late[0] + np.arange(2)).words()
+        one, other = hops.where(late[0] + np.arange(2)).lines()
         raise PlanError(f"a hop table must be in the order of its steps: {other} comes after {one}")
     hops = hops.where(plan.tokens_moved(hops) > 0)
     link = starts(hops.step, hops.src, hops.dst)
@@ -87,13 +87,13 @@ def messages_of(plan: Plan, hops: Hops) -> Messages:
 
 
 def moves_of(plan: Plan, hops: Hops) -> Moves:
-    """One row for each unit that hops move, in their order, as the messages of `messages_of`."""
-    found, parts = messages_of(plan, hops), plan.units.parts
-    unit = np.stack([plan.unit_of(found.hops, p) for p in range(parts)], axis=1).ravel()
-    count = plan.units.count[unit]
+    """One row for each subchunk that hops move, in their order, as the messages of `messages_of`."""
+    found, parts = messages_of(plan, hops), plan.subchunks.parts
+    subchunk = np.stack([plan.subchunk_of(found.hops, p) for p in range(parts)], axis=1).ravel()
+    count = plan.subchunks.count[subchunk]
     keep = count > 0
     columns = [np.repeat(c, parts)[keep] for c in (*found.hops, found.number, found.tag)]
-    return Moves._make([*columns[:6], unit[keep], count[keep], *columns[6:]])
+    return Moves._make([*columns[:6], subchunk[keep], count[keep], *columns[6:]])
 
 
 class Mispairing(NamedTuple):
@@ -154,8 +154,8 @@ def _words(plan: Plan, end: _End, link: int) -> list[str]:
     """The messages of a link and step in words: "kv0.1 kv0.2 (96 tokens)"."""
     low, high = np.searchsorted(end.link, (link, link + 1))
     code = end.code[low:high]
-    unit, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
-    owner, share = np.divmod(unit, plan.schedule.num_shares)
+    subchunk, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
+    owner, share = np.divmod(subchunk, plan.schedule.num_shares)
     tokens = plan.tokens_moved(Hops(kind, kind, kind, owner, share, kind))
     result = []
     for rows in np.split(np.arange(len(code)), np.flatnonzero(code & 1)[1:]) if len(code) else ():

@@ -7,10 +7,10 @@
     step  into 0    into 1    into 2
     0     2>kv2.0   0>kv0.0   1>kv1.0
     1     2>kv1.0   0>kv2.0   1>kv0.0
-    >>> p.hops().words()[0], Plan.from_json(p.to_json()) == p
+    >>> p.hops().lines()[0], Plan.from_json(p.to_json()) == p
     ('t0 0>1 kv0.0', True)
 
-What one message carries is a unit: one part of one share of one rank's keys and values. Share j of a
+What one message carries is a subchunk: one part of one share of one rank's keys and values. Share j of a
 rank is part j of each of its layout's blocks: a zigzag share has two parts, a piece of the front block
 and a piece of the back block, and each of them is one contiguous run of local tokens.
 
@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import LayoutError, PlanError, whole
+from ..errors import LayoutError, PlanError, check_int
 from ..machines.machine import Machine
 from ..machines.presets import MESH
 from ..machines.presets import machine as find_machine
-from ..schedules import KINDS, Hops, Promise, Schedule, Table, build
+from ..schedules import KINDS, DeclaredLimits, Hops, Schedule, Table, build
 from ..schedules.routed import busiest
 from ..sequence.documents import Documents
 from ..sequence.layouts import Layout, Pieces
@@ -44,7 +44,7 @@ from .plan_file import (
     read_layout,
     read_machine,
     read_schedule,
-    recipe,
+    spec,
 )
 
 SCHEMA = 1
@@ -72,7 +72,7 @@ class Plan:
         Raises:
             PlanError: parts that do not belong together; more ranks or tokens than can be counted.
         """
-        intra = whole(self.intra, "intra", 1, PlanError)
+        intra = check_int(self.intra, "intra", 1, PlanError)
         n = self.layout.ranks
         if n * intra > MOST_RANKS:
             raise PlanError(f"a plan has at most {MOST_RANKS} ranks, got {n} groups of {intra}")
@@ -110,7 +110,7 @@ class Plan:
         return self.layout.ranks * self.intra
 
     @cached_property
-    def inner(self) -> Plan:
+    def context_plan(self) -> Plan:
         """What runs between the groups; the plan itself where intra is 1."""
         return self if self.intra == 1 else replace(self, intra=1)
 
@@ -172,57 +172,61 @@ class Plan:
         return self.schedule.hops(rank, backward=backward)
 
     def with_hops(
-        self, words: Iterable[str], *, num_shares: int | None = None, promise: Promise | None = None
+        self,
+        words: Iterable[str],
+        *,
+        num_shares: int | None = None,
+        limits: DeclaredLimits | None = None,
     ) -> Plan:
         """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
-        if old.uneven and shares != old.num_shares:
+        if old.variable_size and shares != old.num_shares:
             raise PlanError(
                 "num_shares cannot change: this schedule's shares have sizes of their own"
             )
-        like = old.like if isinstance(old, Table) else old if old.uneven else None
-        if promise is None:
-            promise = old.promise
+        like = old.like if isinstance(old, Table) else old if old.variable_size else None
+        if limits is None:
+            limits = old.limits
             if old.collective:  # its words are single messages, over the machine's links and NICs
-                buffer = promise.buffer
-                promise = busiest(old.hops(), old.ranks, self.machine.node_size)
-                promise = promise._replace(buffer=buffer)
+                buffer = limits.buffer
+                limits = busiest(old.hops(), old.ranks, self.machine.node_size)
+                limits = limits._replace(buffer=buffer)
         table = Table(
             self.layout.ranks,
             self.machine.node_size,
             old.exchange,
             tuple(words),
-            whole(shares, "num_shares", 1, PlanError),
-            promise,
+            check_int(shares, "num_shares", 1, PlanError),
+            limits,
             like,
         )
         return replace(self, schedule=table)
 
     @cached_property
-    def units(self) -> Units:
+    def subchunks(self) -> Subchunks:
         """The parts of every rank's shares, and the pieces of documents in them."""
-        return cut_units(self.layout, self.schedule)
+        return cut_subchunks(self.layout, self.schedule)
 
-    def unit_of(self, hops: Hops, part: int) -> np.ndarray:
-        """Number of the unit each hop moves for one part of its share."""
-        return (hops.owner * self.units.parts + part) * self.schedule.num_shares + hops.share
+    def subchunk_of(self, hops: Hops, part: int) -> np.ndarray:
+        """Number of the subchunk each hop moves for one part of its share."""
+        return (hops.owner * self.subchunks.parts + part) * self.schedule.num_shares + hops.share
 
     def amounts(self, hops: Hops) -> tuple[np.ndarray, int]:
         """What each hop moves, and the most a rank has: tokens where shares are uneven, else shares."""
-        if not self.schedule.uneven:
+        if not self.schedule.variable_size:
             return np.ones_like(hops.share), self.schedule.num_shares
         return self.tokens_moved(hops), max(1, int(self.layout.counts.max()))
 
     def tokens_moved(self, hops: Hops) -> np.ndarray:
         """Tokens each hop moves."""
-        parts = range(self.units.parts)
-        return np.sum([self.units.count[self.unit_of(hops, p)] for p in parts], axis=0)
+        parts = range(self.subchunks.parts)
+        return np.sum([self.subchunks.count[self.subchunk_of(hops, p)] for p in parts], axis=0)
 
     @cached_property
     def _digest(self) -> str:
         mask = [self.docs.causal, self.docs.window]
-        text = json.dumps([SCHEMA, recipe(self), mask], sort_keys=True).encode()
+        text = json.dumps([SCHEMA, spec(self), mask], sort_keys=True).encode()
         return hashlib.sha256(text + self.docs.cu_seqlens.astype("<i8").tobytes()).hexdigest()
 
     def fingerprint(self) -> str:
@@ -241,7 +245,7 @@ class Plan:
             {
                 "schema": SCHEMA,
                 "documents": documents,
-                **recipe(self),
+                **spec(self),
                 "world_size": self.ranks,
                 "machine": machine,
             }
@@ -343,10 +347,10 @@ def make_plan(
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
     """
-    ranks = whole(ranks, "ranks", 1, PlanError)
+    ranks = check_int(ranks, "ranks", 1, PlanError)
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
-    intra = whole(intra, "intra", 1, PlanError)
+    intra = check_int(intra, "intra", 1, PlanError)
     found = between_groups(resolve_machine(machine, ranks), intra)
     try:
         options = tuple(sorted((schedule_options or {}).items()))
@@ -394,7 +398,7 @@ def resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
 
 
 def between_groups(machine: Machine, intra: int) -> Machine:
-    """The machine of which each group of `intra` node mates is one rank.
+    """The machine of which each group of `intra` node peers is one rank.
 
     Raises:
         PlanError: groups that do not fit into nodes; names the degrees that do.
@@ -408,7 +412,7 @@ def between_groups(machine: Machine, intra: int) -> Machine:
             f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}; use one of {fit}"
         )
     name = f"{machine.name}/{intra}"
-    if machine.plain:
+    if machine.homogeneous:
         return replace(machine, name=name, node_size=m // intra)
     # members of a group work side by side: the slowest one's link or NIC is their group's
     slowest: dict[str, float] = {}
@@ -429,11 +433,11 @@ def between_groups(machine: Machine, intra: int) -> Machine:
     )
 
 
-class Units(NamedTuple):
-    """The parts of shares: what one message carries. Unit ((owner * parts) + part) * shares + share.
+class Subchunks(NamedTuple):
+    """The parts of shares: what one message carries. Subchunk ((owner * parts) + part) * shares + share.
 
     `low` and `count` are the owner's local tokens; pieces `first[u] .. first[u + 1] - 1` make up
-    unit u, in local order, each inside one document.
+    subchunk u, in local order, each inside one document.
     """
 
     parts: int
@@ -443,15 +447,15 @@ class Units(NamedTuple):
     pieces: Pieces
 
 
-def cut_units(layout: Layout, schedule: Schedule) -> Units:
-    """Every rank's tokens cut into units, and those into pieces of documents."""
+def cut_subchunks(layout: Layout, schedule: Schedule) -> Subchunks:
+    """Every rank's tokens cut into subchunks, and those into pieces of documents."""
     shares = schedule.num_shares
     lows, counts, numbers, pieces = [], [], [], []
     for rank in range(layout.ranks):
         cuts = schedule.cuts(layout, rank)
         low = cuts[:, :-1].ravel()
         part = layout.pieces(rank, np.unique(cuts))
-        # empty units share their low end with the next one; the last such unit has the tokens
+        # empty subchunks share their low end with the next one; the last such subchunk has the tokens
         number = np.searchsorted(low, part.offset, side="right") - 1
         lows.append(low)
         counts.append(np.diff(cuts, axis=1).ravel())
@@ -461,4 +465,6 @@ def cut_units(layout: Layout, schedule: Schedule) -> Units:
     first = np.zeros(len(low) + 1, dtype=np.int64)
     np.cumsum(np.bincount(np.concatenate(numbers), minlength=len(low)), out=first[1:])
     joined = Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
-    return Units(len(low) // (shares * layout.ranks), low, np.concatenate(counts), first, joined)
+    return Subchunks(
+        len(low) // (shares * layout.ranks), low, np.concatenate(counts), first, joined
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import PlanError
 from ..machines.machine import Machine
 from ..schedules import SCHEDULES, Schedule, Table, build
-from ..schedules.schedule import read_promise
+from ..schedules.schedule import read_limits
 from ..sequence.documents import Documents
 from ..sequence.layouts import Layout
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-def recipe(plan: Plan) -> dict[str, Any]:
+def spec(plan: Plan) -> dict[str, Any]:
     """Groups, layout and schedule of a plan as plain values; "ranks" counts groups of `intra` ranks."""
     schedule = plan.schedule
     data: dict[str, Any] = {
@@ -34,7 +34,7 @@ def recipe(plan: Plan) -> dict[str, Any]:
     }
     if isinstance(schedule, Table):
         data |= {"hops": list(schedule.words), "num_shares": schedule.shares}
-        data["promise"] = list(schedule.claim)
+        data["limits"] = list(schedule.claim)
         if schedule.like is not None:
             data["like"] = {"schedule": schedule.like.name, "options": schedule.like.options}
     return data
@@ -51,7 +51,7 @@ PLAN_KEYS = (
     "options",
     "machine",
 )
-TABLE_KEYS = ("hops", "num_shares", "promise")
+TABLE_KEYS = ("hops", "num_shares", "limits")
 MOST_RANKS = 1 << 20
 
 
@@ -83,6 +83,8 @@ def read_json(text: str, schema: int) -> dict[str, Any]:
     if type(found := data.get("schema")) is not int or found != schema:
         raise PlanError(f"plan has schema {found!r:.80}, this version reads {schema}")
     if data.get("schedule") == Table.name:
+        if "promise" in data and "limits" not in data:  # files written before version 0.2
+            data["limits"] = data.pop("promise")
         _keys(data, "", (*PLAN_KEYS, *TABLE_KEYS), ("like", "world_size"))
     else:
         _keys(data, "", PLAN_KEYS, ("world_size",))
@@ -178,7 +180,7 @@ def read_schedule(data: dict[str, Any], machine: Machine, layout: Layout) -> Sch
             f"got {data['node_size']}"
         )
     _type(data, "", "hops", list, "a list of words such as 't3 2>5 kv1.4'")
-    _type(data, "", "promise", list, "a list of numbers")
+    _type(data, "", "limits", list, "a list of numbers")
     like = None
     if data.get("like") is not None:
         _keys(data["like"], "like", ("schedule", "options"))
@@ -192,7 +194,7 @@ def read_schedule(data: dict[str, Any], machine: Machine, layout: Layout) -> Sch
             options.get("exchange", "p2p"),
             tuple(data["hops"]),
             data["num_shares"],
-            read_promise(data["promise"]),
+            read_limits(data["limits"]),
             like,
         ),
     )

@@ -2,7 +2,7 @@
 
 Compute step t takes the shares that arrived in communication step t - 1; own keys are step 0, or later.
 
-    away_of      pairs of units computed away from their queries' home, for lowering
+    offloaded_subchunks      pairs of subchunks computed away from their queries' home, for lowering
     work_of      pairs, rows, kernel calls and needed shares by rank and step, for predictions
     count_pairs  pairs by rank and step, and the first that nobody computes, for the proof
 """
@@ -15,52 +15,54 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import PlanError
-from ..schedules import KV, Hops, Meets
+from ..schedules import KV, Hops, OffloadedPairs
 from ..sequence.tiles import pair_table, take, working_order
 from .plan import Plan
 
 
 class Away(NamedTuple):
-    """Pairs of units computed away from their queries' home, int64."""
+    """Pairs of subchunks computed away from their queries' home, int64."""
 
     step: np.ndarray
     rank: np.ndarray  # where
-    q_unit: np.ndarray
-    k_unit: np.ndarray
+    q_subchunk: np.ndarray
+    k_subchunk: np.ndarray
 
     def at(self, mask: np.ndarray) -> Away:
         return Away(*(column[mask] for column in self))
 
 
-def in_units(plan: Plan, meets: Meets) -> Away:
-    """Meets of shares as pairs of units, those without tokens dropped."""
-    parts, shares = plan.units.parts, plan.schedule.num_shares
+def in_subchunks(plan: Plan, meets: OffloadedPairs) -> Away:
+    """OffloadedPairs of shares as pairs of subchunks, those without tokens dropped."""
+    parts, shares = plan.subchunks.parts, plan.schedule.num_shares
     part = np.arange(parts)
     q = (meets.q_owner[:, None] * parts + part) * shares + meets.q_share[:, None]
     k = (meets.owner[:, None] * parts + part) * shares + meets.share[:, None]
     when, where = meets.step[:, None, None], meets.rank[:, None, None]
     pairs = Away(*map(np.ravel, np.broadcast_arrays(when, where, q[:, :, None], k[:, None])))
-    count = plan.units.count
-    return pairs.at((count[pairs.q_unit] > 0) & (count[pairs.k_unit] > 0))
+    count = plan.subchunks.count
+    return pairs.at((count[pairs.q_subchunk] > 0) & (count[pairs.k_subchunk] > 0))
 
 
-def away_of(plan: Plan, rank: int) -> tuple[Away, Away]:
+def offloaded_subchunks(plan: Plan, rank: int) -> tuple[Away, Away]:
     """What the rank computes for others, by step; what others compute of its queries."""
-    meets = plan.schedule.meets
-    guests = in_units(plan, meets.where(meets.rank == rank))
-    return guests, in_units(plan, meets.where(meets.q_owner == rank))
+    meets = plan.schedule.offloaded
+    remote_queries = in_subchunks(plan, meets.where(meets.rank == rank))
+    return remote_queries, in_subchunks(plan, meets.where(meets.q_owner == rank))
 
 
-def alike(q_unit: np.ndarray, k_unit: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Query units that are paired with the same set of key units, and that set.
+def alike(
+    q_subchunk: np.ndarray, k_subchunk: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Query subchunks that are paired with the same set of key subchunks, and that set.
 
     >>> [(q.tolist(), k.tolist()) for q, k in alike(np.array([1, 1, 2, 3, 3]), np.array([7, 8, 7, 8, 7]))]
     [([1, 3], [7, 8]), ([2], [7])]
     """
-    order = np.lexsort((k_unit, q_unit))
-    q, first = np.unique(q_unit[order], return_index=True)
+    order = np.lexsort((k_subchunk, q_subchunk))
+    q, first = np.unique(q_subchunk[order], return_index=True)
     sets: dict[bytes, list[int]] = {}
-    for i, keys in enumerate(np.split(k_unit[order], first[1:])):
+    for i, keys in enumerate(np.split(k_subchunk[order], first[1:])):
         sets.setdefault(keys.tobytes(), []).append(i)
     for same, which in sets.items() if len(q) else ():
         yield q[which], np.frombuffer(same, dtype=np.int64)
@@ -90,12 +92,12 @@ def work_of(plan: Plan, hops: Hops, ranks: range, steps: int) -> Work:
     Raises:
         PlanError: a rank needs a share that never arrives.
     """
-    plan = plan.inner
-    units, shares, n = plan.units, plan.schedule.num_shares, plan.ranks
-    unit = np.repeat(np.arange(len(units.low)), np.diff(units.first))
-    owner, share = unit // (units.parts * shares), unit % shares
-    order = working_order(units.pieces)
-    keys, held = take(units.pieces, order), (owner * shares + share)[order]
+    plan = plan.context_plan
+    subchunks, shares, n = plan.subchunks, plan.schedule.num_shares, plan.ranks
+    subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
+    owner, share = subchunk // (subchunks.parts * shares), subchunk % shares
+    order = working_order(subchunks.pieces)
+    keys, held = take(subchunks.pieces, order), (owner * shares + share)[order]
     pairs, rows = np.zeros((2, n, steps), dtype=np.int64)
     kinds = np.zeros((n, steps, 2), dtype=bool)  # whether some pair is seen in part, or whole
     needed = np.zeros((len(ranks), n * shares), dtype=bool)
@@ -111,7 +113,7 @@ def work_of(plan: Plan, hops: Hops, ranks: range, steps: int) -> Work:
         turn = plan.schedule.own_steps(rank)
         own = np.flatnonzero(owner == rank) if away or turn.any() else None
         # where all queries stay and have one turn whole runs of own tokens will do: fewer pairs
-        queries = plan.layout.pieces(rank) if own is None else take(units.pieces, own)
+        queries = plan.layout.pieces(rank) if own is None else take(subchunks.pieces, own)
         found = pair_table(queries, keys, plan.docs)
         seen = found.area > 0
         q, k, area = found.q[seen], found.k[seen], found.area[seen]
@@ -147,7 +149,7 @@ class _Away(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> _Away | None:
-        meets, shares = plan.schedule.meets, plan.schedule.num_shares
+        meets, shares = plan.schedule.offloaded, plan.schedule.num_shares
         if not len(meets.step):
             return None
         size = plan.ranks * shares
@@ -181,13 +183,13 @@ def count_pairs(plan: Plan, arrival: np.ndarray) -> tuple[np.ndarray, Lost | Non
     Args:
         arrival: the step in which (rank, owner, share) arrives; -1 its own, NEVER if it does not.
     """
-    meets = plan.schedule.meets
+    meets = plan.schedule.offloaded
     hops = plan.hops()
     steps = max(int(hops.step.max(initial=-1)) + 2, int(meets.step.max(initial=0)) + 1)
     work = np.zeros((plan.ranks, steps), dtype=np.int64)
     counter = _Counter(plan, arrival)
-    away = in_units(plan, meets)
-    given = counter.pair(away.q_unit, away.k_unit)
+    away = in_subchunks(plan, meets)
+    given = counter.pair(away.q_subchunk, away.k_subchunk)
     for rank in range(plan.ranks):
         lost = counter.at_home(rank, work[rank], given)
         if lost:
@@ -199,14 +201,14 @@ def count_pairs(plan: Plan, arrival: np.ndarray) -> tuple[np.ndarray, Lost | Non
 
 class _Counter:
     def __init__(self, plan: Plan, arrival: np.ndarray) -> None:
-        units, shares = plan.units, plan.schedule.num_shares
-        self.plan, self.arrival, self.pieces = plan, arrival, units.pieces
-        self.unit = np.repeat(np.arange(len(units.low)), np.diff(units.first))
-        self.owner, self.share = self.unit // (units.parts * shares), self.unit % shares
+        subchunks, shares = plan.subchunks, plan.schedule.num_shares
+        self.plan, self.arrival, self.pieces = plan, arrival, subchunks.pieces
+        self.subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
+        self.owner, self.share = self.subchunk // (subchunks.parts * shares), self.subchunk % shares
 
-    def pair(self, q_unit: np.ndarray, k_unit: np.ndarray) -> np.ndarray:
-        """One number for a pair of units."""
-        return q_unit * len(self.plan.units.low) + k_unit
+    def pair(self, q_subchunk: np.ndarray, k_subchunk: np.ndarray) -> np.ndarray:
+        """One number for a pair of subchunks."""
+        return q_subchunk * len(self.plan.subchunks.low) + k_subchunk
 
     def at_home(self, rank: int, work: np.ndarray, given: np.ndarray) -> Lost | None:
         """Count pairs of the rank's own queries, but for those given away."""
@@ -215,7 +217,7 @@ class _Counter:
         cut = len(given) > 0 or turn.any()
         if cut:
             mine = np.flatnonzero(self.owner == rank)
-            queries, keys = take(self.pieces, mine), np.arange(len(self.unit))
+            queries, keys = take(self.pieces, mine), np.arange(len(self.subchunk))
         else:  # whole runs of own tokens: fewer pairs
             queries = plan.layout.pieces(rank)
             own = take(queries, working_order(queries))
@@ -225,7 +227,7 @@ class _Counter:
         pairs = pair_table(queries, take(self.pieces, keys), docs)
         k, seen = keys[pairs.k], pairs.area > 0
         if len(given):
-            seen &= ~np.isin(self.pair(self.unit[mine[pairs.q]], self.unit[k]), given)
+            seen &= ~np.isin(self.pair(self.subchunk[mine[pairs.q]], self.subchunk[k]), given)
         step = self.arrival[rank, self.owner, self.share][k] + 1
         if cut:
             home = self.owner[k] == rank
@@ -240,12 +242,12 @@ class _Counter:
 
     def away(self, away: Away, given: np.ndarray, work: np.ndarray) -> None:
         """Count pairs computed for other ranks."""
-        queries = np.flatnonzero(np.isin(self.unit, away.q_unit))
-        keys = np.flatnonzero(np.isin(self.unit, away.k_unit))
+        queries = np.flatnonzero(np.isin(self.subchunk, away.q_subchunk))
+        keys = np.flatnonzero(np.isin(self.subchunk, away.k_subchunk))
         keys = keys[working_order(take(self.pieces, keys))]
         sides = take(self.pieces, queries), take(self.pieces, keys)
         pairs = pair_table(*sides, self.plan.docs)
-        found = self.pair(self.unit[queries[pairs.q]], self.unit[keys[pairs.k]])
+        found = self.pair(self.subchunk[queries[pairs.q]], self.subchunk[keys[pairs.k]])
         order = np.argsort(given)
         at = order[np.minimum(np.searchsorted(given[order], found), len(given) - 1)]
         some = given[at] == found

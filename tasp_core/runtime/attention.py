@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlanError
 from ..planning.heads import split_heads
 from ..planning.plan import Plan
-from .validate import _complaint, _note, _option_complaint, _order_error
+from .validate import _note, _option_error, _order_error, _validation_error
 
 if TYPE_CHECKING:
     import torch
@@ -115,8 +115,8 @@ def _attention(
         device = q.device if isinstance(q, torch.Tensor) else None
         exchange = Exchange(group, _members(plan, group), device)
     rank = exchange.own if exchange else 0
-    error = _complaint(q, k, v, plan, rank, exchange.world if exchange else 1, kernel)
-    error = error or _option_complaint(scale, grad_comm_dtype) or _order_error(tokens, plan, rank)
+    error = _validation_error(q, k, v, plan, rank, exchange.world if exchange else 1, kernel)
+    error = error or _option_error(scale, grad_comm_dtype) or _order_error(tokens, plan, rank)
     note: dict[str, str] = {}
     if exchange and exchange.world > 1:
         error = error or carriage_error(exchange.group, q.device)
@@ -135,7 +135,7 @@ def _attention(
     if batched:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     context = Context(
-        plan.inner,
+        plan.context_plan,
         rank // plan.intra,
         exchange,
         resolve(kernel, q.device.type, q.dtype),

@@ -28,12 +28,14 @@ from torch import Tensor
 from ..errors import PlanError, TransportError
 from ..lowering.program import RECEIVES, Message, Step
 from ..schedules import DKV, KINDS, KV
-from .packing import TAGS, Buffers, Parcel, parcels, put_rows, take_rows
+from .packing import TAGS, Buffers, PackedMessage, packed_messages, put_rows, take_rows
 
 Wait = Callable[[], None]
 Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 NOTE_BYTES = 1 << 15  # of a note that is told to the other ranks
-STEPS = 1 << 4  # told apart in tags, which have 31 bits: 15 of salt, 4 of these, 12 of a parcel
+STEPS = (
+    1 << 4
+)  # told apart in tags, which have 31 bits: 15 of tag prefix, 4 of these, 12 of a message
 PREFIXES = 1 << 15
 REPORT_S = 2.0  # after a failure, how long ranks wait for each other's word on where they are
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
@@ -48,7 +50,7 @@ _ABANDONED: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # messages
 _FAILURES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges that failed, by group
 
 
-def _settled() -> None:
+def _finished() -> None:
     """Nothing to compare."""
 
 
@@ -169,7 +171,7 @@ class Exchange:
         self.rank, self.ranks = self.members.index(self.own), len(self.members)
         self.device = device or torch.device("cpu")
         self.nccl = over_nccl(self.group, self.device.type)
-        self._salt, self._open = 0, _settled
+        self._salt, self._open = 0, _finished
         self.doing = "its first exchange"  # in words, for a peer that waits for this rank
 
     def failure(
@@ -227,13 +229,13 @@ class Exchange:
     def handshake(
         self, note: dict[str, str], error: type[ValueError] = PlanError, *, begins: bool = True
     ) -> int:
-        """Start to compare what every rank is about to do; `settle`, or the first wait, ends it.
+        """Start to compare what every rank is about to do; `finish_handshake`, or the first wait, ends it.
 
         Until then tags keep messages of ranks that do not agree from meeting. NCCL has no tags: there
         a note that this group has not agreed on yet is compared at once.
 
         Args:
-            note: what must be equal on all ranks; the key "error" holds a rank's own complaint.
+            note: what must be equal on all ranks; the key "error" holds a rank's own validation_error.
             begins: whether a new call begins; False for another pass of a call, whose note says of
                 which.
 
@@ -274,7 +276,7 @@ class Exchange:
 
         self._open = finish
         if note.get("error") or (self.nccl and what not in _AGREED.get(self.group, {})):
-            self.settle()
+            self.finish_handshake()
         return calls
 
     def _join(self) -> None:
@@ -294,13 +296,13 @@ class Exchange:
             prefix = (prefix + 1) % PREFIXES
         return prefix
 
-    def settle(self) -> None:
+    def finish_handshake(self) -> None:
         """End the handshake; the same error on all ranks where they differ.
 
         Raises:
-            error of `handshake`: a rank's complaint, or the ranks that differ and in what.
+            error of `handshake`: a rank's validation_error, or the ranks that differ and in what.
         """
-        finish, self._open = self._open, _settled
+        finish, self._open = self._open, _finished
         finish()
 
     def _explain(self, text: bytes, error: type[ValueError]) -> None:
@@ -332,8 +334,8 @@ class Exchange:
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
-        recvs, landing = parcels(step.recvs, buffers, receive=True)
-        sends, _ = parcels(step.sends, buffers, receive=False)
+        recvs, landing = packed_messages(step.recvs, buffers, receive=True)
+        sends, _ = packed_messages(step.sends, buffers, receive=False)
         posted = [*recvs, *sends]
         if not posted:
             return lambda: None
@@ -358,7 +360,7 @@ class Exchange:
 
         def wait() -> None:
             try:
-                self.settle()
+                self.finish_handshake()
             except BaseException:
                 # what is on its way must find its rows, or gloo never reads that connection again
                 kept = _ABANDONED.setdefault(self.group, deque(maxlen=16))
@@ -374,8 +376,8 @@ class Exchange:
 
         return wait
 
-    def start(self, t: int, recvs: list[Parcel], sends: list[Parcel]) -> list[Any]:
-        """Post a step's parcels."""
+    def start(self, t: int, recvs: list[PackedMessage], sends: list[PackedMessage]) -> list[Any]:
+        """Post a step's messages."""
         first = (self._salt * STEPS + t % STEPS) * TAGS
         sides = (
             [(p.rows, self.members[p.message.peer], first + p.tag) for p in some]
@@ -402,7 +404,7 @@ class Exchange:
                 f"rank {self.rank}, step {t}: {KINDS[m.kind]}{m.owner}.{m.share} is to move, the step's "
                 f"all-to-all carries {carried or 'nothing'}; name its kind in the schedule's kinds()"
             )
-        self.settle()
+        self.finish_handshake()
         finish = []
         for kind in kinds:
             # a rank that moves no queries has no buffer of theirs, and no rows to send or receive
@@ -427,7 +429,7 @@ class Exchange:
 
     def all_gather(self, own: Tensor, arena: Tensor, rows: int) -> Wait:
         """Every rank's rows, padded to `rows`, into the arena in rank order."""
-        self.settle()
+        self.finish_handshake()
         padded = own if len(own) == rows else own.new_zeros((rows, *own.shape[1:]))
         if padded is not own:
             padded[: len(own)] = own

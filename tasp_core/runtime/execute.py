@@ -7,7 +7,7 @@ Shapes: T this rank's tokens, H query heads, K key/value heads, D key dim, E val
 A remote query, i.e. a query of another rank, brings in one message what its pass needs: q, and in the
 backward pass also dout, out and lse (its bits, since float32 must survive a bf16 message). It is unpacked
 where it arrives, once.
-Shapes: t own rows, g guest rows, H heads.
+Shapes: t own rows, g remote query rows, H heads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Context:
 
         [T + arena rows, K, D + E].
         """
-        rows = len(k) + self.program(backward=False).arena_rows
+        rows = len(k) + self.program(backward=False).kv_buffer_rows
         kv = k.new_empty((rows, k.shape[1], k.shape[2] + v.shape[2]))
         torch.cat([k, v], dim=-1, out=kv[: len(k)])
         return kv
@@ -100,7 +100,7 @@ class Context:
                     f"rank {self.rank}, step 0: the executor knows one collective, all_gather, by itself; "
                     f"the plan asks for {program.collective!r}{moved}; prove it with tasp.check"
                 )
-            own, arena = buffers["kv"].split([program.tokens, program.arena_rows])
+            own, arena = buffers["kv"].split([program.tokens, program.kv_buffer_rows])
             return self.exchange.all_gather(own, arena, program.gathered_rows)
         if program.exchange == "p2p":
             return self.exchange.post(t, step, buffers)
@@ -176,11 +176,11 @@ def run_forward(
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=wide(q.dtype))
     # the rounding of lse is an error of every weight of its row, so it is kept in float64
     lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float64)
-    answers = out.new_empty((program.answer_rows, q.shape[1], v.shape[-1] + 1))
+    answers = out.new_empty((program.received_partial_rows, q.shape[1], v.shape[-1] + 1))
     buffers: Buffers = {"kv": kv, "answers": answers, **queries.buffers}
     untouched = True
     for t, step in enumerate(program.steps):
-        queries.welcome(step, (out, 0.0), (lse, -torch.inf))
+        queries.unpack(step, (out, 0.0), (lse, -torch.inf))
         if any(m.kind == OUT for m in step.sends):
             buffers["found"] = torch.cat([out[own:], lse[own:, :, None].to(out.dtype)], dim=-1)
         wait = ctx.post(program, t, step, buffers)
@@ -238,19 +238,19 @@ def run_backward(
     wire = ctx.grad_comm_dtype or exact
     queries = Queries(program, [q, dout, out, lse], dtype)
     q, dout, out, lse = queries.rows
-    grad = kv.new_empty((own + program.acc_rows, *kv.shape[1:]), dtype=exact)
+    grad = kv.new_empty((own + program.remote_grad_rows, *kv.shape[1:]), dtype=exact)
     grad[:own] = 0
     dq = torch.zeros_like(q, dtype=exact)
     buffers: Buffers = {
         "kv": kv,
         **queries.buffers,
         "grad": grad,
-        "landing": kv.new_empty((program.landing_rows, *kv.shape[1:]), dtype=wire),
+        "landing": kv.new_empty((program.grad_receive_rows, *kv.shape[1:]), dtype=wire),
         "found": dq[own:],
-        "answers": q.new_empty((program.answer_rows, *q.shape[1:]), dtype=wire),
+        "answers": q.new_empty((program.received_partial_rows, *q.shape[1:]), dtype=wire),
     }
     for t, step in enumerate(program.steps):
-        queries.welcome(step, (dq, 0.0))
+        queries.unpack(step, (dq, 0.0))
         wait = ctx.post(program, t, step, buffers)
         for low, count in zip(step.clear.dst.tolist(), step.clear.count.tolist(), strict=True):
             grad[low : low + count] = 0
@@ -270,7 +270,11 @@ def run_backward(
 
 def _compute_dtype(ctx: Context, program: Program, q: Tensor) -> torch.dtype:
     """One call a pass: the plain kernel as it is. Several: in a dtype in which parts add up exactly."""
-    alone = program.num_calls <= 1 and not program.guest_rows and not program.answer_rows
+    alone = (
+        program.num_calls <= 1
+        and not program.remote_query_rows
+        and not program.received_partial_rows
+    )
     return q.dtype if alone else ctx.kernel.partial_dtype(q.dtype)
 
 
@@ -320,7 +324,7 @@ class Attention(torch.autograd.Function):
             ulysses, exchange = run.ulysses, run.exchange
             if ulysses:
                 assert exchange is not None
-                exchange.settle()
+                exchange.finish_handshake()
                 q, k, v = ulysses.queries(q), ulysses.keys(k), ulysses.keys(v)
             batch = q.shape[1:-2]
             q, k, v = (x.flatten(1, -2) for x in (q, k, v))
@@ -328,7 +332,7 @@ class Attention(torch.autograd.Function):
             out, lse = run_forward(run, q, k, v, kv)
             out = out.to(q.dtype)
             if exchange:
-                exchange.settle()  # where a plan exchanges nothing, no wait has ended it
+                exchange.finish_handshake()  # where a plan exchanges nothing, no wait has ended it
             ctx.run, ctx.batch = run, batch
             ctx.save_for_backward(q, k, v, out, lse, *[kv] * run.keep_kv)
             if batch:
@@ -348,11 +352,11 @@ class Attention(torch.autograd.Function):
         with _no_autocast(dout):
             q, k, v, out, lse, *kept = ctx.saved_tensors
             if ulysses:
-                run.exchange.settle()
+                run.exchange.finish_handshake()
                 dout = ulysses.queries(dout)
             grads = run_backward(run, aligned(dout.flatten(1, -2)), q, k, v, out, lse, *kept)
             if run.exchange:
-                run.exchange.settle()
+                run.exchange.finish_handshake()
             dq, dk, dv = (
                 g.to(x.dtype).unflatten(1, (*ctx.batch, -1))
                 for g, x in zip(grads, (q, k, v), strict=True)
@@ -364,7 +368,7 @@ class Attention(torch.autograd.Function):
 
 
 class Queries:
-    """Own rows of tensors [t, H, *] in `dtype`, and room for guests behind them.
+    """Own rows of tensors [t, H, *] in `dtype`, and room for remote queries behind them.
 
     Args:
         tensors: q, or (q, dout, out, lse); lse [t, H] keeps its dtype.
@@ -378,11 +382,11 @@ class Queries:
         self.buffers: dict[str, Tensor] = {}
         own = program.tokens
         self.rows = [x if x.dim() == 2 else x.to(dtype) for x in tensors]
-        if not program.guest_rows and not program.sends_queries:
+        if not program.remote_query_rows and not program.sends_queries:
             return
         q = tensors[0]
         packed = torch.cat([_bits(x, q.dtype) for x in tensors], dim=-1)
-        wire = packed.new_empty((own + program.guest_rows, *packed.shape[1:]))
+        wire = packed.new_empty((own + program.remote_query_rows, *packed.shape[1:]))
         wire[:own] = packed
         self.buffers["q"] = wire
         self.widths = [_bits(x, q.dtype).shape[-1] for x in tensors]
@@ -391,8 +395,8 @@ class Queries:
             x[:own] = mine
         self.rows = grown
 
-    def welcome(self, step: Step, *found: tuple[Tensor, float]) -> None:
-        """Unpack the step's guests; their rows of each `found` tensor begin at the given value."""
+    def unpack(self, step: Step, *found: tuple[Tensor, float]) -> None:
+        """Unpack the step's remote queries; their rows of each `found` tensor begin at the given value."""
         for low, count in zip(step.fresh.src.tolist(), step.fresh.count.tolist(), strict=True):
             here = slice(low, low + count)
             parts = self.buffers["q"][here].split(self.widths, -1)

@@ -48,7 +48,7 @@ def next_token_labels(ids: Tensor, docs: Documents, ignore: int = -100) -> Tenso
     return labels
 
 
-def label_complaint(labels: Tensor) -> str:
+def label_error(labels: Tensor) -> str:
     """Why labels are no token ids, or ""."""
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         return (
@@ -119,7 +119,7 @@ def token_loss(
                 f"the plan is for {plan.ranks} ranks, the group has {size}{hint}; pass the group that "
                 "shares the row"
             )
-    error = _complaint(logits, labels, ignore)
+    error = _validation_error(logits, labels, ignore)
     on_cpu = isinstance(labels, Tensor) and labels.device.type == "cpu"
     if error and (alone or not on_cpu):
         raise LayoutError(error)
@@ -141,14 +141,14 @@ def token_loss(
     return token_sum(logits, labels, ignore), count
 
 
-def _complaint(logits: Tensor, labels: Tensor, ignore: int) -> str:
+def _validation_error(logits: Tensor, labels: Tensor, ignore: int) -> str:
     """What is wrong with logits and labels, or ""."""
     if logits.shape[:-1] != labels.shape:
         return (
             f"logits {list(logits.shape)} and labels {list(labels.shape)} do not match; "
             "logits are labels' shape with the vocabulary behind it"
         )
-    if why := label_complaint(labels):
+    if why := label_error(labels):
         return why
     if labels.device.type == "cpu":  # elsewhere it would stop the host
         outside = labels[(labels != ignore) & ((labels < 0) | (labels >= logits.shape[-1]))]

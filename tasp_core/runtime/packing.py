@@ -15,11 +15,11 @@ from ..lowering.program import RECEIVES, SMALL_BYTES, Message
 from ..sequence.layouts import ranges
 
 Buffers = dict[str, Tensor]
-TAGS = 1 << 12  # of the parcels that two ranks exchange in one step
+TAGS = 1 << 12  # of the messages that two ranks exchange in one step
 PARTS = 64
 
 
-class Parcel(NamedTuple):
+class PackedMessage(NamedTuple):
     """What is sent or received at once: a message, or one part of a large one."""
 
     message: Message
@@ -27,9 +27,9 @@ class Parcel(NamedTuple):
     tag: int
 
 
-def parcels(
+def packed_messages(
     messages: Sequence[Message], buffers: Buffers, *, receive: bool
-) -> tuple[list[Parcel], list[tuple[list[Message], Tensor]]]:
+) -> tuple[list[PackedMessage], list[tuple[list[Message], Tensor]]]:
     """What to send or receive, and what of it is to be put in its place once it has arrived.
 
     Adjacent rows are views of their buffer, and so is each part of a large message; small messages
@@ -37,7 +37,7 @@ def parcels(
     The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
     send with the first receive, so what other peers send and how rows lie must not change it.
     """
-    posted: list[Parcel | Message] = []
+    posted: list[PackedMessage | Message] = []
     scattered = dict[int, list[int]]()  # places in `posted` of what is gathered, by kind
     for m in messages:
         buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
@@ -54,7 +54,7 @@ def parcels(
         for i, (low, count) in enumerate(parts):
             rows = buffer[low : low + count]
             rows = rows if rows.dtype == dtype else rows.to(dtype)
-            posted.append(Parcel(m, rows, (m.tag * PARTS + i) % TAGS))
+            posted.append(PackedMessage(m, rows, (m.tag * PARTS + i) % TAGS))
     landing = []
     for places in scattered.values():
         some = [m for m in map(posted.__getitem__, places) if isinstance(m, Message)]
@@ -66,8 +66,8 @@ def parcels(
             gathered = take_rows(some, buffers)
         pieces = gathered.split([m.count for m in some])
         for place, m, rows in zip(places, some, pieces, strict=True):
-            posted[place] = Parcel(m, rows, m.tag * PARTS % TAGS)
-    return [p for p in posted if isinstance(p, Parcel)], landing
+            posted[place] = PackedMessage(m, rows, m.tag * PARTS % TAGS)
+    return [p for p in posted if isinstance(p, PackedMessage)], landing
 
 
 def _index(messages: Sequence[Message], device: torch.device) -> Tensor:

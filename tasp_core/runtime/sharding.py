@@ -19,7 +19,7 @@ from ..planning.plan import Plan
 from .exchange import Exchange, carriage_error
 
 
-def _complaint(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
+def _validation_error(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
     found = tensor.shape[dim]
     if found == wanted:
         return ""
@@ -30,7 +30,7 @@ def _complaint(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
 
 
 def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
-    if text := _complaint(tensor, dim, wanted, what):
+    if text := _validation_error(tensor, dim, wanted, what):
         raise LayoutError(text)
 
 
@@ -46,7 +46,7 @@ class _Call:
         if plan.ranks > 1:
             self.exchange = Exchange(group, device=device)
         rank = self.exchange.rank if self.exchange else 0
-        text = _local_complaint(local, dim, plan, rank, what)
+        text = _local_error(local, dim, plan, rank, what)
         if self.exchange is None:
             if text:
                 raise LayoutError(text)
@@ -59,23 +59,23 @@ class _Call:
             self.note["shape"] = f"[{', '.join(rows)}] of {local.dtype} on {device.type}"
             self.note["gradients"] = str(torch.is_grad_enabled() and local.requires_grad)
         call = self.exchange.handshake({**self.note, "pass": what}, LayoutError)
-        self.exchange.settle()
+        self.exchange.finish_handshake()
         self.note["pass"] = f"the backward pass of {what}, call {call}"
 
     def begin_backward(self) -> None:
         """Ranks that go back through their calls in another order are all told."""
         if self.exchange:
             self.exchange.handshake(self.note, LayoutError, begins=False)
-            self.exchange.settle()
+            self.exchange.finish_handshake()
 
 
-def _local_complaint(local: Any, dim: Any, plan: Plan, rank: int, what: str) -> str:
+def _local_error(local: Any, dim: Any, plan: Plan, rank: int, what: str) -> str:
     """What is wrong with a rank's own tensor, or ""."""
     if not isinstance(local, Tensor):
         return f"{what} takes a tensor, got {type(local).__name__}"
     if not isinstance(dim, int) or not -local.dim() <= dim < local.dim():
         return f"{what}: a tensor of shape {list(local.shape)} has no dim {dim!r}"
-    return _complaint(local, dim, plan.num_tokens(rank), what)
+    return _validation_error(local, dim, plan.num_tokens(rank), what)
 
 
 def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:

@@ -57,7 +57,7 @@ def _proved_orders() -> Any:
     return WeakTensorKeyDictionary()
 
 
-def _complaint(
+def _validation_error(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -116,7 +116,7 @@ def _complaint(
     return ""
 
 
-def _option_complaint(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
+def _option_error(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
     """What is wrong with the options, or ""."""
     import torch
 

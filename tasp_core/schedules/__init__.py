@@ -9,12 +9,12 @@ from ..errors import PlanError
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
 from .double_ring import DoubleRing
-from .hops import DKV, DQ, EXCHANGES, KINDS, KV, OUT, Hops, Meets, Q
+from .hops import DKV, DQ, EXCHANGES, KINDS, KV, OUT, Hops, OffloadedPairs, Q
 from .paced import Paced, best_pace
 from .query_moving import Helper, Mesh, TokenRing
 from .ring import Ring, RingSchedule, Tasp, TaspPaths, TaspRails
 from .sap.sap import Sap
-from .schedule import Promise, Schedule, Table
+from .schedule import DeclaredLimits, Schedule, Table
 from .trees import Trees, tree_options
 from .wave import AllGather, Wave, best_twins
 
@@ -26,11 +26,11 @@ __all__ = [
     "KV",
     "OUT",
     "AllGather",
+    "DeclaredLimits",
     "DoubleRing",
     "Hops",
-    "Meets",
+    "OffloadedPairs",
     "Paced",
-    "Promise",
     "Q",
     "Ring",
     "RingSchedule",
@@ -142,9 +142,9 @@ def build(
         alone = given.get("exchange", "p2p") == "p2p" and layout.name == "contiguous"
         resolved = {"move_q": alone, **given}
     node_size = machine.ranks if name == "all_gather" else machine.node_size
-    if SCHEDULES[name].uneven:
+    if SCHEDULES[name].variable_size:
         resolved = {**resolved, "layout": layout}
         return SCHEDULES[name](machine.ranks, node_size, **resolved)
     schedule = SCHEDULES[name](machine.ranks, node_size, **resolved)
-    schedule.promise  # noqa: B018  (a schedule that cannot exist on this machine says so here)
+    schedule.limits  # noqa: B018  (a schedule that cannot exist on this machine says so here)
     return schedule

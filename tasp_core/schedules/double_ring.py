@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import PlanError
 from .hamiltonian import Rings, decompose
 from .hops import DKV, KV, Hops
-from .schedule import Promise, Schedule
+from .schedule import DeclaredLimits, Schedule
 
 RINGS = ("all", "one")
 
@@ -34,7 +34,7 @@ class DoubleRing(Schedule):
     rings: str = "all"
 
     name = "double_ring"
-    alike = True
+    rank_symmetric = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ class DoubleRing(Schedule):
             )
 
     @cached_property
-    def inner(self) -> Rings:
+    def node_rings(self) -> Rings:
         """The rings of local ranks, one a share."""
         m = self.node_size
         one = m == 1 or self.rings == "one"
@@ -56,7 +56,7 @@ class DoubleRing(Schedule):
 
     @property
     def num_shares(self) -> int:
-        return len(self.inner)
+        return len(self.node_rings)
 
     @property
     def round(self) -> int:
@@ -64,17 +64,17 @@ class DoubleRing(Schedule):
         return max(1, self.node_size - 1)
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         nodes = self.ranks // self.node_size
         rails = -(-self.num_shares // self.round) if nodes > 1 else 0
         # two steps' arrivals on rings; for the next round, a rank's KV and what still has to go on
         waiting = 1 + rails / self.num_shares * (nodes > 2) if rails and self.node_size > 1 else 0
-        return Promise(max(1, self.inner.fold), rails, 2.0 + waiting)
+        return DeclaredLimits(max(1, self.node_rings.fold), rails, 2.0 + waiting)
 
     def _inside(self, kind: int, rank: int | None) -> Hops:
         """Hops round the nodes; gradients follow one hop behind and close the ring."""
         m, u = self.node_size, self.ranks // self.node_size
-        cycle = self.inner.array
+        cycle = self.node_rings.array
         ring = np.arange(len(cycle))[:, None, None, None, None]
         j, d = np.arange(u)[:, None], np.arange(m - 1) + (kind == DKV)
         if rank is None:

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..errors import TopologyError, whole
+from ..errors import TopologyError, check_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ def decompose(n: int) -> Rings:
     >>> decompose(8).fold, decompose(8).cycles[-1]
     (1, (7, 2, 3, 5, 1, 6, 0, 4))
     """
-    return _decompose(whole(n, "decompose(n): n, the number of ranks,", 1, TopologyError))
+    return _decompose(check_int(n, "decompose(n): n, the number of ranks,", 1, TopologyError))
 
 
 @lru_cache(maxsize=64)

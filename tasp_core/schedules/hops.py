@@ -7,7 +7,7 @@ step t - 1; own keys are computed at step 0, unless a schedule fills its bubbles
     kv    its keys and values; in the backward pass they travel again by the same hops
     dkv   what has been summed of their gradient, in the backward pass
     q     its queries (backward: with the gradient of their output), where a schedule moves them
-    out   what guest queries found, (out, lse), straight home;  dq: the same in the backward pass
+    out   what remote queries found, (out, lse), straight home;  dq: the same in the backward pass
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Hops(NamedTuple):
             return self.where(np.argsort(np.ravel_multi_index(keys, shape), kind="stable"))
         return self.where(np.lexsort(keys[::-1]))
 
-    def words(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Each hop as a word, "t3 2>5 kv1.4": at step 3 rank 2 sends rank 5 share 4 of rank 1's KV."""
         return [
             f"t{t} {a}>{b} {KINDS[kind]}{owner}.{share}"
@@ -61,12 +61,12 @@ class Hops(NamedTuple):
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> Hops:
-        """Read words back; `Hops.parse(h.words())` is `h`.
+        """Read words back; `Hops.parse(h.lines())` is `h`.
 
         Raises:
             PlanError: a word that is not a hop.
 
-        >>> Hops.parse(["t3 2>5 kv1.4"]).words()
+        >>> Hops.parse(["t3 2>5 kv1.4"]).lines()
         ['t3 2>5 kv1.4']
         """
         rows = []
@@ -107,7 +107,7 @@ class Hops(NamedTuple):
         return cls._make([*flat, np.full(flat[0].shape, kind, dtype=np.int64)])
 
 
-class Meets(NamedTuple):
+class OffloadedPairs(NamedTuple):
     """Pairs computed away from home: queries of (q_owner, q_share) with keys of (owner, share).
 
     Rank `rank`, which is not q_owner, computes them at compute step `step`; int64 arrays.
@@ -120,9 +120,9 @@ class Meets(NamedTuple):
     owner: np.ndarray
     share: np.ndarray
 
-    def where(self, mask: np.ndarray) -> Meets:
+    def where(self, mask: np.ndarray) -> OffloadedPairs:
         """The rows of a boolean mask, or of indices."""
-        return Meets(*(column[mask] for column in self))
+        return OffloadedPairs(*(column[mask] for column in self))
 
 
-NO_MEETS = Meets(*np.zeros((6, 0), dtype=np.int64))
+NO_OFFLOADED = OffloadedPairs(*np.zeros((6, 0), dtype=np.int64))

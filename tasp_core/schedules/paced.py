@@ -1,12 +1,12 @@
 """The paced wave: the wave's arcs (wave.py) in as few steps as keep all links and NICs busy.
 
-The wave sends its block t in step t, to mates and to the next node alike, so its first and last steps
+The wave sends its block t in step t, to peers and to the next node alike, so its first and last steps
 leave links or NICs idle, and few of them have to be many. Here a step is a quota: `nic` shares a rank
-sends to other nodes, `link` shares to each mate. Rails go first, nearest nodes first, for others wait
+sends to other nodes, `link` shares to each peer. Rails go first, nearest nodes first, for others wait
 for them; then twins. Mates get what came from afar first, then the rank's own, which fills the gaps.
 
-`twins` whole shares, instead of parts of each, reach mates of other nodes over the mates' own rails.
-Gradients return by the reversed arcs in mirrored order. Two nodes of 8 need 3 steps where the wave
+`twins` whole shares, instead of parts of each, reach peers of other nodes over the peers' own rails.
+Gradients return by the reversed arcs in inverse causal order. Two nodes of 8 need 3 steps where the wave
 needs 16, at the price of larger buffers. Source: this project's own.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..machines.machine import Machine
-from .schedule import Promise
+from .schedule import DeclaredLimits
 from .wave import Times, Wave, link_gbps
 
 MOST_STEPS = 64
@@ -30,7 +30,7 @@ SHARES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 21, 28, 35, 56)
 
 
 class Pace(NamedTuple):
-    """Steps of the arcs by node distance: rails and fans by share, twins by (share, mate)."""
+    """Steps of the arcs by node distance: rails and fans by share, twins by (share, peer)."""
 
     rail: list[list[int]]
     fan: list[list[int]]
@@ -146,7 +146,7 @@ def most_held(found: Pace, m: int, shares: int) -> float:
             fans = [0] * twins + found.fan[j]
             alive(found.rail[j], fans, found.rail[j + 1] if j + 1 < u else [])
             alive(found.twin[j], onward)
-        for d in range(m - 1):  # from each mate, its share s; the first ones go on as twins
+        for d in range(m - 1):  # from each peer, its share s; the first ones go on as twins
             alive(found.fan[j], onward[d :: m - 1] if j == 0 else [])
     return float(np.cumsum(change).max()) / shares
 
@@ -191,10 +191,10 @@ class Paced(Wave):
         return {**super().options, "nic": self.nic, "link": self.link}
 
     @cached_property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         assert self._pace is not None
         nics, links = (max(x) for x in zip(*self._pace.loads, strict=True))
-        return Promise(links, nics, most_held(self._pace, self.node_size, self.blocks))
+        return DeclaredLimits(links, nics, most_held(self._pace, self.node_size, self.blocks))
 
     def _twin(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
         return (d >= 1) & (e < self.twins)
@@ -209,5 +209,7 @@ class Paced(Wave):
             if k and self.twins:
                 steps = np.reshape(self._pace.twin[k], (self.twins, m - 1))
                 over[k, 1:, : self.twins, 0] = steps.T
-        last = 2 * len(self._pace.loads)  # mirrored: the latest arcs first, two steps after them
+        last = 2 * len(
+            self._pace.loads
+        )  # inverse_causal: the latest arcs first, two steps after them
         return (fan, last - fan), (rail, last - rail), (over, last - over)

@@ -21,17 +21,17 @@ import numpy as np
 
 from ..errors import PlanError
 from ..sequence.tiles import rank_areas
-from .hops import KV, Hops, Meets, Q
+from .hops import KV, Hops, OffloadedPairs, Q
 from .routed import Routed, Routes, busiest, complete
-from .schedule import Promise
+from .schedule import DeclaredLimits
 
 
 @dataclass(frozen=True)
 class RankPairs(Routed):
     """One share a rank; where the queries of each pair of ranks meet the keys."""
 
-    buffer: ClassVar[float] = 0.0  # travelling keys and guests, in shards
-    guests: ClassVar[float] = 0.0
+    buffer: ClassVar[float] = 0.0  # travelling keys and remote queries, in shards
+    remote_queries: ClassVar[float] = 0.0
 
     @property
     def num_shares(self) -> int:
@@ -55,14 +55,14 @@ class RankPairs(Routed):
         a, b = self._pairs()
         worker, moves = self._moves(a, b)
         away, zero = worker != a, np.zeros_like(a)
-        meets = Meets(zero, worker, a, zero, b, zero).where(away)
+        meets = OffloadedPairs(zero, worker, a, zero, b, zero).where(away)
         _, step = np.unique(moves.step, return_inverse=True)  # steps without work are merged away
         return complete(moves._replace(step=step), meets, (self.ranks, self.ranks, 1))
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         return busiest(self._routes.forward, self.ranks, self.node_size)._replace(
-            buffer=self.buffer, guests=self.guests
+            buffer=self.buffer, remote_queries=self.remote_queries
         )
 
 
@@ -77,7 +77,7 @@ class Helper(RankPairs):
     """early ranks help late ones (DistFlashAttn): causal contiguous rows in n/2 steps; moves q"""
 
     name = "helper"
-    buffer, guests = 2.0, 3.0
+    buffer, remote_queries = 2.0, 3.0
 
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
         n, distance = self.ranks, (a - b) % self.ranks
@@ -93,7 +93,7 @@ class TokenRing(RankPairs):
     """queries travel round a ring, keys stay, results go straight home (TokenRing); moves q"""
 
     name = "token_ring"
-    guests = 3.0  # one arrives, one is computed, what the one before found is sent
+    remote_queries = 3.0  # one arrives, one is computed, what the one before found is sent
 
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
         n = self.ranks
@@ -136,8 +136,8 @@ class Mesh(RankPairs):
         return self.ranks // self.rows
 
     @property
-    def promise(self) -> Promise:
-        return super().promise._replace(buffer=self.rows - 1.0, guests=self.columns - 1.0)
+    def limits(self) -> DeclaredLimits:
+        return super().limits._replace(buffer=self.rows - 1.0, remote_queries=self.columns - 1.0)
 
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
         worker = a // self.columns * self.columns + b % self.columns

@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import PlanError, TopologyError
 from .hamiltonian import Rings, decompose, node_rings
 from .hops import DKV, KV, Hops
-from .schedule import Promise, Schedule
+from .schedule import DeclaredLimits, Schedule
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class RingSchedule(Schedule):
         return max(1, len(self.rings))
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         node = self.rings.array // self.node_size
         crossing = self.rings.array[node != np.roll(node, -1, axis=1)]
         across = int(np.bincount(crossing).max()) if crossing.size else 0
-        return Promise(max(1, self.rings.fold), across, 2.0)
+        return DeclaredLimits(max(1, self.rings.fold), across, 2.0)
 
     @cached_property
     def _place(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class Tasp(RingSchedule):
     """all rings of the complete digraph: n - 1 steps, every link equally"""
 
     name = "tasp"
-    alike = True
+    rank_symmetric = True
 
     @cached_property
     def rings(self) -> Rings:
@@ -90,7 +90,7 @@ class TaspPaths(RingSchedule):
     """rings through several nodes as published, (m-K_m-m)^u: one share a NIC and step"""
 
     name = "tasp_paths"
-    alike = True
+    rank_symmetric = True
     rail_aligned = False
 
     @cached_property

@@ -1,6 +1,6 @@
 """Schedules compiled for a layout: from how keys and queries travel to all hops of both passes.
 
-Guests send what they found straight home; in the backward pass queries travel with the gradient of
+Remote queries send what they found straight home; in the backward pass queries travel with the gradient of
 their output, dq returns as out did, and dkv on reversed arcs.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 
 from ..errors import PlanError
 from ..sequence.layouts import Layout
-from .hops import DKV, KV, NO_MEETS, OUT, Hops, Meets, Q
-from .schedule import Promise, Schedule
+from .hops import DKV, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
+from .schedule import DeclaredLimits, Schedule
 
 
 class Routes(NamedTuple):
     """A schedule that moves queries: kv, q and out hops, what is computed away, and dkv hops."""
 
     forward: Hops
-    meets: Meets
+    offloaded: OffloadedPairs
     returns: Hops
 
 
@@ -54,16 +54,16 @@ def arrivals(hops: Hops, kind: int, shape: tuple[int, int, int]) -> np.ndarray:
     return table
 
 
-def complete(moves: Hops, away: Meets, shape: tuple[int, int, int]) -> Routes:
+def complete(moves: Hops, away: OffloadedPairs, shape: tuple[int, int, int]) -> Routes:
     """Routes from how kv and q travel and what meets away from home (its steps are found here)."""
     keys = arrivals(moves, KV, shape)
     if not len(away.rank):
-        return Routes(moves, NO_MEETS, return_arcs(moves, keys + 1))
-    guests = arrivals(moves, Q, shape)
-    key, guest = (away.rank, away.owner, away.share), (away.rank, away.q_owner, away.q_share)
-    meets = away._replace(step=np.maximum(keys[key], guests[guest]) + 1)
+        return Routes(moves, NO_OFFLOADED, return_arcs(moves, keys + 1))
+    remote_queries = arrivals(moves, Q, shape)
+    key, remote_query = (away.rank, away.owner, away.share), (away.rank, away.q_owner, away.q_share)
+    meets = away._replace(step=np.maximum(keys[key], remote_queries[remote_query]) + 1)
     leaves, ready = np.zeros(shape, dtype=np.int64), keys + 1
-    np.maximum.at(leaves, guest, meets.step + 1)
+    np.maximum.at(leaves, remote_query, meets.step + 1)
     np.maximum.at(ready, key, meets.step)
     rank, owner, share = np.nonzero(leaves)
     step = leaves[rank, owner, share]
@@ -78,7 +78,7 @@ class Routed(Schedule):
 
     layout: Layout | None = None
 
-    uneven = True
+    variable_size = True
 
     @property
     def _layout(self) -> Layout:
@@ -94,8 +94,8 @@ class Routed(Schedule):
         """All hops, and what is computed away from home."""
 
     @property
-    def meets(self) -> Meets:
-        return self._routes.meets
+    def offloaded(self) -> OffloadedPairs:
+        return self._routes.offloaded
 
     def forward(self, rank: int | None) -> Hops:
         return of_rank(self._routes.forward, rank)
@@ -113,12 +113,12 @@ def of_rank(table: Hops, rank: int | None) -> Hops:
     return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
 
 
-def busiest(hops: Hops, ranks: int, node_size: int) -> Promise:
+def busiest(hops: Hops, ranks: int, node_size: int) -> DeclaredLimits:
     """Most shares a link, and a NIC, carries in a step."""
     inside = hops.src // node_size == hops.dst // node_size
     link = _most(hops.step[inside], hops.src[inside] * ranks + hops.dst[inside])
     across = max(_most(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
-    return Promise(link, across, 0.0)
+    return DeclaredLimits(link, across, 0.0)
 
 
 def _most(step: np.ndarray, resource: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""The interface of a schedule: a table of hops, and what it promises about links and buffers.
+"""The interface of a schedule: a table of hops, and what it declares about links and buffers.
 
 A schedule that moves queries says in `meets` what is computed away from home, where and when.
 A new schedule is one file with a subclass of `Schedule`, named in schedules/__init__.py.
@@ -15,28 +15,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError, whole
+from ..errors import PlanError, check_int
 from ..sequence.layouts import Layout
-from .hops import DKV, DQ, EXCHANGES, KV, MOST_PLACES, NO_MEETS, OUT, Hops, Meets, Q
+from .hops import DKV, DQ, EXCHANGES, KV, MOST_PLACES, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
 
 
-class Promise(NamedTuple):
+class DeclaredLimits(NamedTuple):
     """What `check` holds a schedule to, in the forward pass.
 
     Attributes:
         inside: most shares a link between two ranks of one node carries in a step.
         across: most shares a rank sends, or takes in, over its NIC in a step.
         buffer: most travelling KV a rank holds, as a multiple of the largest rank's KV.
-        guests: most queries of other ranks it holds, as a multiple of the largest rank's tokens.
+        remote_queries: most queries of other ranks it holds, as a multiple of the largest rank's tokens.
     """
 
     inside: int
     across: int
     buffer: float
-    guests: float = 0.0
+    remote_queries: float = 0.0
 
 
-RING_PROMISE = Promise(1, 1, 2.0)
+RING_LIMITS = DeclaredLimits(1, 1, 2.0)
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ class Schedule(ABC):
     exchange: str = "p2p"  # or "all_to_all": each step is one collective for each kind
 
     name = ""
-    uneven = False  # shares of different sizes: memory is then counted in tokens, not in shares
-    alike = False  # whether in every step every rank sends and takes in as much, by the same kinds of way
+    variable_size = False  # shares differ in size: memory is counted in tokens, not in shares
+    rank_symmetric = (
+        False  # whether in every step all ranks send and receive as much, over alike routes
+    )
 
     def __post_init__(self) -> None:
         """Every schedule passes here, whether options, words, JSON or a pickle make it.
@@ -59,8 +61,8 @@ class Schedule(ABC):
         Raises:
             PlanError: ranks or node size that cannot be, or an exchange that no executor knows.
         """
-        ranks = whole(self.ranks, f"schedule {self.name!r}: ranks", 1, PlanError)
-        node_size = whole(self.node_size, f"schedule {self.name!r}: node_size", 1, PlanError)
+        ranks = check_int(self.ranks, f"schedule {self.name!r}: ranks", 1, PlanError)
+        node_size = check_int(self.node_size, f"schedule {self.name!r}: node_size", 1, PlanError)
         if ranks % node_size:
             raise PlanError(
                 f"schedule {self.name!r}: node_size must divide {ranks} ranks, got {node_size}"
@@ -84,7 +86,7 @@ class Schedule(ABC):
 
     @property
     @abstractmethod
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         """The loads and buffers this schedule claims; `check` proves them."""
 
     @property
@@ -98,9 +100,9 @@ class Schedule(ABC):
         return None
 
     @property
-    def meets(self) -> Meets:
+    def offloaded(self) -> OffloadedPairs:
         """What is computed away from home; all else is where the queries are, when keys arrive."""
-        return NO_MEETS
+        return NO_OFFLOADED
 
     def own_steps(self, rank: int) -> np.ndarray:
         """For each share of the rank's queries: the compute step in which they meet its own keys."""
@@ -131,7 +133,7 @@ class Schedule(ABC):
 
     def kinds(self, *, backward: bool = False) -> tuple[int, ...]:
         """What moves in a pass, on any rank: all ranks take part in collectives of these kinds."""
-        if len(self.meets.step):
+        if len(self.offloaded.step):
             return _kinds(self.hops(backward=backward))
         return (KV, DKV) if backward else (KV,)
 
@@ -151,26 +153,26 @@ class Table(Schedule):
 
     words: tuple[str, ...] = ()
     shares: int = 1
-    claim: Promise = RING_PROMISE
+    claim: DeclaredLimits = RING_LIMITS
     like: Schedule | None = None  # whose cuts of tokens into shares it keeps, where they are uneven
 
     name = "table"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if whole(self.shares, "num_shares", 1, PlanError) * self.ranks**2 > MOST_PLACES:
+        if check_int(self.shares, "num_shares", 1, PlanError) * self.ranks**2 > MOST_PLACES:
             raise PlanError(
                 f"num_shares must be at most {max(1, MOST_PLACES // self.ranks**2)} of {self.ranks} ranks, "
                 f"so that a proof fits into memory; got {self.shares}"
             )
-        object.__setattr__(self, "claim", read_promise(self.claim))
+        object.__setattr__(self, "claim", read_limits(self.claim))
         if isinstance(self.words, str) or not isinstance(self.words, Iterable):
             raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.words!r:.80}")
         object.__setattr__(self, "words", tuple(self.words))
         self._table  # noqa: B018  (words that cannot be read say so here)
         if self.like is None:
             return
-        if not isinstance(self.like, Schedule) or not self.like.uneven:
+        if not isinstance(self.like, Schedule) or not self.like.variable_size:
             raise PlanError(
                 "like must be a schedule that cuts shares of its own sizes (sap, helper, mesh, "
                 f"token_ring), got {getattr(self.like, 'name', self.like)!r}; leave it out"
@@ -186,7 +188,7 @@ class Table(Schedule):
         return Hops.parse(self.words)
 
     @property
-    def uneven(self) -> bool:  # type: ignore[override]
+    def variable_size(self) -> bool:  # type: ignore[override]
         return self.like is not None
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
@@ -197,12 +199,12 @@ class Table(Schedule):
         return self.shares
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         return self.claim
 
     @property
-    def meets(self) -> Meets:
-        return self.like.meets if self.like else NO_MEETS
+    def offloaded(self) -> OffloadedPairs:
+        return self.like.offloaded if self.like else NO_OFFLOADED
 
     def own_steps(self, rank: int) -> np.ndarray:
         if self.like is None:
@@ -229,24 +231,26 @@ class Table(Schedule):
         return _kinds(self.hops(backward=backward))
 
 
-def read_promise(claim: Any) -> Promise:
-    """A promise whose limits are limits.
+def read_limits(claim: Any) -> DeclaredLimits:
+    """Limits whose values are numbers in range.
 
     Raises:
         PlanError: loads that are not whole numbers >= 0, or buffers that are not finite numbers >= 0.
     """
-    names = Promise._fields
+    names = DeclaredLimits._fields
     try:
-        given = Promise(*claim)
+        given = DeclaredLimits(*claim)
     except TypeError:
         raise PlanError(
-            f"promise must be {len(names)} numbers, {names}, got {claim!r:.80}"
+            f"limits must be {len(names)} numbers, {names}, got {claim!r:.80}"
         ) from None
     for name in names[:2]:
-        whole(getattr(given, name), f"promise: {name}", 0, PlanError)
+        check_int(getattr(given, name), f"limits: {name}", 0, PlanError)
     for name in names[2:]:
         value = getattr(given, name)
         number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not 0 <= value < float("inf"):
-            raise PlanError(f"promise: {name} must be a finite number >= 0, got {value!r:.80}")
-    return Promise(int(given.inside), int(given.across), float(given.buffer), float(given.guests))
+            raise PlanError(f"limits: {name} must be a finite number >= 0, got {value!r:.80}")
+    return DeclaredLimits(
+        int(given.inside), int(given.across), float(given.buffer), float(given.remote_queries)
+    )

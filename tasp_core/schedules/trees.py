@@ -4,7 +4,7 @@ Every share of every rank travels along a tree of its own to all other ranks. Tr
 share, arc by arc, each time by the way whose busiest resource then is the least busy: what is slow is
 used less, what is dead not at all, and a bus or NIC is crossed once where one crossing is enough.
 Arcs are then placed in steps, those with the longest way still behind them first, each resource up to
-an even share of its load a step. Gradients return by the reversed arcs in mirrored order.
+an even share of its load a step. Gradients return by the reversed arcs in inverse causal order.
 
 `wires` is the machine as JSON, so that the table follows from the options alone. The search is greedy
 and meant for few ranks; on machines whose ranks are all alike wave, paced and rings do as well.
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError, whole
+from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from .hops import DKV, KV, Hops
-from .schedule import Promise, Schedule
+from .schedule import DeclaredLimits, Schedule
 
 MOST_ARCS = 1 << 15
 STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -199,7 +199,7 @@ class Trees(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("shares", "steps"):
-            whole(getattr(self, key), f"schedule 'trees': {key}", 1, PlanError)
+            check_int(getattr(self, key), f"schedule 'trees': {key}", 1, PlanError)
         if self.shares * self.ranks**3 > 4 * MOST_ARCS and self.ranks > 2:
             raise PlanError(
                 f"schedule 'trees': {self.shares} shares of {self.ranks} ranks are too many to search; "
@@ -226,10 +226,10 @@ class Trees(Schedule):
         return self._found[1]
 
     @cached_property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         hops, n = self._found[0], self.ranks
         if not hops.step.size:
-            return Promise(1, 1, 0.0)
+            return DeclaredLimits(1, 1, 0.0)
         crossing = hops.src // self.node_size != hops.dst // self.node_size
         last = np.zeros((n, n, self.shares), dtype=np.int64)
         last[hops.dst, hops.owner, hops.share] = hops.step + 1
@@ -239,7 +239,7 @@ class Trees(Schedule):
         np.add.at(change, (hops.dst, last[hops.dst, hops.owner, hops.share] + 1), -1)
         across = max(_most(hops.where(crossing), end) for end in ("src", "dst"))
         inside = _most(hops.where(~crossing), "both")
-        return Promise(inside, across, float(np.cumsum(change, axis=1).max()) / self.shares)
+        return DeclaredLimits(inside, across, float(np.cumsum(change, axis=1).max()) / self.shares)
 
     def _of(self, table: Hops, rank: int | None) -> Hops:
         return table if rank is None else table.where((table.src == rank) | (table.dst == rank))

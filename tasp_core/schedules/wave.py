@@ -1,12 +1,12 @@
 """The wave: a staged direct exchange inside nodes, pipelined along rails between them.
 
 Rank k m + r is local rank r of node k. KV is cut into `blocks`; at step t a rank takes its own
-block t and what its rail brought in step t - 1, gives each to its node mates and to the next node.
-Mates forward nothing. `twins` b > 0 cuts each block into b shares of which some reach a mate over
+block t and what its rail brought in step t - 1, gives each to its node peers and to the next node.
+Mates forward nothing. `twins` b > 0 cuts each block into b shares of which some reach a peer over
 its own rail instead of over the node's links, where links are scarcer than NICs.
 
-    own block        fan to mates (step e), rail to the next node (step e)
-    rail arrival     fan to mates, rail on; so a block reaches node distance j at step e + j - 1
+    own block        fan to peers (step e), rail to the next node (step e)
+    rail arrival     fan to peers, rail on; so a block reaches node distance j at step e + j - 1
 
 On one node this is the staged direct exchange (step j: send your share j to everybody); with one
 block it is an all-gather; with one rank a node it is a pipelined ring.
@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import PlanError
 from ..machines.machine import Machine
 from .hops import DKV, KV, Hops
-from .schedule import Promise, Schedule
+from .schedule import DeclaredLimits, Schedule
 
 MOST_SHARES = 1 << 20
 Steps = tuple[np.ndarray, np.ndarray]
@@ -30,7 +30,7 @@ Times = tuple[Steps, Steps, Steps]
 
 
 def link_gbps(machine: Machine) -> float:
-    """What each of a rank's links to its mates can have when all are busy.
+    """What each of a rank's links to its peers can have when all are busy.
 
     >>> from tasp_core import machine
     >>> link_gbps(machine("mesh8")), round(link_gbps(machine("h100")), 1)
@@ -43,7 +43,7 @@ def link_gbps(machine: Machine) -> float:
 def best_twins(machine: Machine) -> int:
     """The number of twins with the least time for large KV, or 0 where they gain under 2 %.
 
-    Per unit of KV: links inside carry u - (u-1)/b, each NIC carries (u-1)(1 + (m-1)/b).
+    Per subchunk of KV: links inside carry u - (u-1)/b, each NIC carries (u-1)(1 + (m-1)/b).
 
     >>> from tasp_core import machine
     >>> [best_twins(machine(name)) for name in ("mesh8x2", "mesh4x2", "mesh8x4")]
@@ -70,7 +70,7 @@ class Wave(Schedule):
     twins: int = 0
 
     name = "wave"
-    alike = True
+    rank_symmetric = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +109,7 @@ class Wave(Schedule):
         return self.blocks * self.parts
 
     def _twin(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """Whether mate r + d gets this part of remote blocks e over its own rail."""
+        """Whether peer r + d gets this part of remote blocks e over its own rail."""
         if not self.twins:
             return np.zeros(np.broadcast_shapes(d.shape, part.shape), dtype=bool)
         return (d >= 1) & ((d - 1) % self.twins == part)
@@ -121,14 +121,14 @@ class Wave(Schedule):
         return (e + j, fan_home), (e + j - 1, home + 1), (e + j, home)
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         m, u = self.node_size, self.num_nodes
         d, part = np.arange(1, m)[:, None], np.arange(self.parts)[None, :]
         kept = (~self._twin(d, np.zeros(1), part)).sum(axis=1).max(initial=0)
         across = (u - 1) * (self.parts + (m - 1 if self.twins else 0))
         arriving_steps = 1 if self.blocks == 1 and u == 1 else 2
         buffer = arriving_steps * (self.ranks - 1) / self.blocks
-        return Promise(self.parts + (u - 1) * int(kept), across, buffer)
+        return DeclaredLimits(self.parts + (u - 1) * int(kept), across, buffer)
 
     def _arcs(self, rank: int | None, backward: bool) -> Hops:
         """Fan, rail and twin arcs; backward: reversed, at the steps at which gradients come home."""
@@ -172,7 +172,7 @@ class AllGather(Wave):
     """every rank's KV to every rank at once (Llama 3): one step, memory for n KV"""
 
     name = "all_gather"
-    alike = False
+    rank_symmetric = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError, whole
+from ..errors import PlanError, check_int
 
 
 def _whole_numbers(values: Any) -> np.ndarray | None:
@@ -66,7 +66,7 @@ class Documents:
                 "documents are given in row order and do not overlap"
             )
         if self.window is not None:
-            object.__setattr__(self, "window", whole(self.window, "window", 1, PlanError))
+            object.__setattr__(self, "window", check_int(self.window, "window", 1, PlanError))
         cu.flags.writeable = False
         object.__setattr__(self, "cu_seqlens", cu)
         object.__setattr__(self, "causal", bool(self.causal))

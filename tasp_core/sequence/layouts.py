@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import LayoutError, whole
+from ..errors import LayoutError, check_int
 from .balanced import place
 from .documents import Documents
 
@@ -162,7 +162,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
             raise LayoutError(f"no layout {self.name!r}; known are {', '.join(LAYOUTS)}")
-        object.__setattr__(self, "ranks", whole(self.ranks, "ranks", 1, LayoutError))
+        object.__setattr__(self, "ranks", check_int(self.ranks, "ranks", 1, LayoutError))
 
     def __reduce__(self) -> tuple[type[Layout], tuple[str, Documents, int]]:
         return Layout, (self.name, self.docs, self.ranks)

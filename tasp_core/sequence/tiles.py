@@ -11,9 +11,9 @@ keys a query sees whole are always a prefix of its document's keys, hence every 
 contiguous key range and a step needs at most two kernel calls: one FULL, one CAUSAL.
 
 Under a sliding window a pair is a band: row a sees columns a + low .. a + high. It is cut into FULL
-rectangles, CAUSAL squares along its upper edge and MIRRORED ones along its lower: there row i sees
+rectangles, CAUSAL squares along its upper edge and INVERSE_CAUSAL ones along its lower: there row i sees
 columns i.. of the square. With rows and columns read backwards these are CAUSAL too and join that
-call, so kernels need no window. A window of 3 (C causal, M mirrored):
+call, so kernels need no window. A window of 3 (C causal, M inverse causal):
 
     C . . . . .
     C C . . . .
@@ -69,7 +69,9 @@ class Tiles(NamedTuple):
     used: np.ndarray  # indices of the key pieces that any query sees, in working order
     full: Sequences
     causal: Sequences
-    mirrored: Sequences  # squares in which row i sees columns i.. instead of ..i; under a window
+    inverse_causal: (
+        Sequences  # squares in which row i sees columns i.. instead of ..i; under a window
+    )
 
 
 def take(pieces: Pieces, index: np.ndarray) -> Pieces:
@@ -159,7 +161,7 @@ def tile(queries: Pieces, keys: Pieces, docs: Documents) -> Tiles:
 
 
 def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequences, Sequences]:
-    """FULL, CAUSAL and no MIRRORED sequences, without a window."""
+    """FULL, CAUSAL and no INVERSE_CAUSAL sequences, without a window."""
     q, k, first, full = pairs[:4]
     border = np.concatenate([[0], np.cumsum(keys.count)])
     doc_first = border[np.searchsorted(keys.doc, keys.doc, side="left")]
@@ -181,7 +183,7 @@ def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequ
 
 
 def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequences, Sequences]:
-    """FULL, CAUSAL and MIRRORED sequences of bands."""
+    """FULL, CAUSAL and INVERSE_CAUSAL sequences of bands."""
     q, k, low, high = (column[bands.area > 0] for column in bands[:4])
     rows, columns, width = queries.count[q], keys.count[k], high - low + 1
     q_first, k_first = queries.offset[q], (np.cumsum(keys.count) - keys.count)[k]
@@ -204,7 +206,7 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
         part(pair, t, size, t + high[pair], size),
     )
     less = np.minimum(size, width[pair] - 1)
-    mirrored = (
+    inverse_causal = (
         part(pair, t, less, t + low[pair], less),
         part(every, two, behind, two + low, behind),
     )
@@ -215,7 +217,7 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
         part(every, two, behind, end + low, columns - end - low),
     )
     whole, square, turned = (
-        Sequences(*np.concatenate(parts, axis=1)) for parts in (full, causal, mirrored)
+        Sequences(*np.concatenate(parts, axis=1)) for parts in (full, causal, inverse_causal)
     )
     return whole, square, turned
 

@@ -18,7 +18,7 @@ def _plan(schedule: str, layout: str, row: tuple[int, ...] = ROW) -> Plan:
 
 def _lost_hop() -> Plan:
     plan = _plan("tasp", "per_document")
-    return plan.with_hops(plan.hops(backward=True).words()[1:])
+    return plan.with_hops(plan.hops(backward=True).lines()[1:])
 
 
 def _busy(machine: Machine, messages: Messages) -> dict[str, float]:

@@ -20,8 +20,8 @@ import tasp_core as tasp
 from tasp_core.kernels import flash
 from tasp_core.kernels.reference import oracle
 from tasp_core.kernels.resolve import resolve
-from tasp_core.lab.bench.accuracy import Inputs, Judge, as_dict
-from tasp_core.lab.bench.one_process import Clock, Virtual, run_virtual
+from tasp_core.lab.bench.accuracy import Inputs, Reference, as_dict
+from tasp_core.lab.bench.one_process import Clock, InProcessRanks, run_in_process
 from tasp_core.result_file import write
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,11 +57,11 @@ def exactness(
         for causal in (True, False):
             docs = tasp.Documents.of(lengths, causal=causal)
             inputs = on(device, Inputs.random(docs.total, 4, 2, dim, dtype=dtype))
-            judge = Judge(inputs, docs, name)
+            judge = Reference(inputs, docs, name)
             for count in (1, ranks):
                 for schedule, layout in PLANS if count > 1 else PLANS[:1]:
                     plan = tasp.plan(docs, count, schedule=schedule, layout=layout)
-                    errors = judge.errors(run_virtual(plan, inputs, name), plan)
+                    errors = judge.errors(run_in_process(plan, inputs, name), plan)
                     label = f"{'causal' if causal else 'full'} {count} {schedule} x {layout}"
                     case[label] = as_dict(errors)
         case["right"] = all(x["ok"] for x in case.values() if isinstance(x, dict))
@@ -101,7 +101,7 @@ def overhead(
                 oracle(q, k, v, docs, dout=dout, kernel=plain)
             forward, both = clock.seconds("forward"), clock.seconds("both")
             samples["plain"].append(both - forward if backward else forward)
-            virtual = Virtual(plan, inputs)
+            virtual = InProcessRanks(plan, inputs)
             results = virtual.forward()
             if backward:
                 virtual.clock.spans.clear()

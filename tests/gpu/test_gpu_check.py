@@ -14,7 +14,7 @@ import torch
 import tasp_core as tasp
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.lab.bench import one_process as virtual
-from tasp_core.lab.bench.accuracy import Inputs, Judge
+from tasp_core.lab.bench.accuracy import Inputs, Reference
 
 CHECK = str(Path(__file__).parent / "check.py")
 DOCS = tasp.Documents.of([37, 81, 0, 2, 60])
@@ -90,16 +90,16 @@ def test_virtual_ranks_compute_what_real_ones_do(schedule):
         schedule = "ring"
     inputs = Inputs.random(DOCS.total, 4, 2, 8)
     p = tasp.plan(DOCS, 4, schedule=schedule)
-    assert Judge(inputs, DOCS).errors(virtual.run_virtual(p, inputs), p).ok
+    assert Reference(inputs, DOCS).errors(virtual.run_in_process(p, inputs), p).ok
 
 
 def test_a_virtual_rank_that_fails_ends_the_others(monkeypatch):
     monkeypatch.setattr(virtual, "TIMEOUT_S", 0.5)
     inputs, p = Inputs.random(DOCS.total, 4, 2, 8), tasp.plan(DOCS, 4)
-    ranks = virtual.Virtual(p, inputs)
+    ranks = virtual.InProcessRanks(p, inputs)
     ranks.shards[2][1] = ranks.shards[2][1][:, :1]  # a head is missing
     with pytest.raises((RuntimeError, tasp.TransportError)):
         ranks.forward()
     for wrong in (tasp.plan(DOCS, 4, schedule="all_gather"), tasp.plan(DOCS, 4, intra=2)):
         with pytest.raises(tasp.PlanError, match="single messages only"):
-            virtual.Virtual(wrong, inputs)
+            virtual.InProcessRanks(wrong, inputs)

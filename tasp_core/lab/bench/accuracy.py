@@ -105,7 +105,7 @@ class Errors:
         return max((a / b for a, b in pairs), default=0.0)
 
 
-class Judge:
+class Reference:
     """The oracle's and the plain kernel's results of one row, to hold many plans against.
 
     Under a window the plain kernel is `math` in the inputs' dtype: no other takes one.
@@ -176,10 +176,10 @@ def verify(
     *,
     kernel: str = "auto",
     timeout_s: float = 120.0,
-    judge: Judge | None = None,
+    judge: Reference | None = None,
 ) -> tuple[Errors, list[float]]:
     """Run the plan on freshly forked ranks; errors against the oracle, seconds of each rank."""
-    judge = judge or Judge(inputs, plan.docs, kernel)
+    judge = judge or Reference(inputs, plan.docs, kernel)
     if plan.ranks == 1:
         answers = [run_rank(0, None, plan, inputs, kernel)]
     else:

@@ -22,7 +22,7 @@ from ...planner import plan
 from ...planning.plan import Plan
 from ...runtime.launch import on_ranks
 from ...sequence.documents import Documents
-from .accuracy import Errors, Inputs, Judge, as_dict
+from .accuracy import Errors, Inputs, Reference, as_dict
 from .emulated_cases import total
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
 
@@ -117,7 +117,7 @@ def _one_length(
 
     full, short = passes(tokens), min(tokens, JUDGED)
     few = full if short == tokens else passes(short)
-    judge = Judge(few[0].inputs, few[0].plan.docs, backward=config.backward)
+    judge = Reference(few[0].inputs, few[0].plan.docs, backward=config.backward)
     errors = held(few, judge)
     said = []
     for one, error in zip(full, errors, strict=True):

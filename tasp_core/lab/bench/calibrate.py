@@ -62,16 +62,16 @@ def _rates(bench: Bench, node_size: int, inside: bool) -> dict[str, float]:
 def network(bench: Bench, node_size: int) -> dict[str, Any]:
     """Machine fields of links, ports and NICs.
 
-    One rank to all its mates at once gets as much as to each alone times their number: a mesh; as
-    much as to one of them: a port that they share. With a single mate both are the same: a link.
+    One rank to all its peers at once gets as much as to each alone times their number: a mesh; as
+    much as to one of them: a port that they share. With a single peer both are the same: a link.
     """
     found: dict[str, Any] = {}
     if node_size > 1:
         alone = _rates(bench, node_size, inside=True)
         usual = float(np.median([*alone.values()]))
-        mates = [(0, b) for b in range(1, node_size)]
-        together = len(mates) * bench.gbps("0 to all its mates", mates) if mates[1:] else usual
-        mesh = not mates[1:] or together > 0.5 * (1 + len(mates)) * usual
+        peers = [(0, b) for b in range(1, node_size)]
+        together = len(peers) * bench.gbps("0 to all its peers", peers) if peers[1:] else usual
+        mesh = not peers[1:] or together > 0.5 * (1 + len(peers)) * usual
         found["link_gbps" if mesh else "port_gbps"] = usual if mesh else max(usual, together)
         if mesh:
             found["overrides"] = {f"link {k}": v for k, v in alone.items() if v < SLOW * usual}
@@ -309,9 +309,9 @@ def _ranks_a_core(bench: Bench) -> float:
     found: list[Any] = [None] * bench.ranks
     own = (socket.gethostname(), sorted(cores), torch.get_num_threads())
     dist.all_gather_object(found, own, group=bench.group)
-    mates = [x for x in found if x[0] == found[0][0]]
-    shared = len(set().union(*(x[1] for x in mates)))
-    return len(mates) / shared if sum(x[2] for x in mates) >= shared else 0.0
+    peers = [x for x in found if x[0] == found[0][0]]
+    shared = len(set().union(*(x[1] for x in peers)))
+    return len(peers) / shared if sum(x[2] for x in peers) >= shared else 0.0
 
 
 Pairs = Sequence[tuple[int, int]]

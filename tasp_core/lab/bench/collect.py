@@ -1,6 +1,6 @@
 """Collect result files into one table, a row for every figure, each labelled with how it was found.
 
-Columns: file, kind, case, method, tokens, ranks, ccr, quantity, how (measured, modelled, bound), unit,
+Columns: file, kind, case, method, tokens, ranks, ccr, quantity, how (measured, modelled, bound), subchunk,
 samples, median, least, most. Raw samples stay in the files.
 """
 
@@ -31,7 +31,7 @@ class Figure(NamedTuple):
     ccr: float | None
     quantity: str
     how: str
-    unit: str
+    subchunk: str
     samples: int
     median: float
     least: float

@@ -32,7 +32,7 @@ from ...result_file import environment, read
 from ..emulation.device import Device
 from ..emulation.network import Fabric
 from ..emulation.wiring import LEAST_BURST, emulated
-from .accuracy import Errors, Inputs, Judge, as_dict
+from .accuracy import Errors, Inputs, Reference, as_dict
 from .calibrate import Bench, kernels, messages
 from .emulated_cases import Case, cases, judge, table
 from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
@@ -55,7 +55,7 @@ def drain(group: Any) -> None:
 
 
 def _rank(
-    rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Judge
+    rank: int, group: Any, case: Case, plans: list[Plan], inputs: Inputs, oracle: Reference
 ) -> list[tuple[Errors, Samples]]:
     """Errors of every method and, if all are right, its samples on this rank."""
     kernel = Device(case.tflops) if case.tflops else "auto"
@@ -92,7 +92,7 @@ def predictions(case: Case, plan: Plan, on: Machine) -> dict[str, float | None]:
 def run_case(case: Case, rates: dict[str, Any]) -> dict[str, Any]:
     """One case's result; `rates` are what calibration found of kernels and messages here."""
     inputs = Inputs.random(case.docs.total, case.heads, case.kv_heads, case.head_dim)
-    oracle = Judge(inputs, case.docs, backward=case.backward)
+    oracle = Reference(inputs, case.docs, backward=case.backward)
     plans = [method.plan(case.docs, case.on()) for method in case.methods]
     with Fabric(case.on()) as net:
         by_rank = net.launch(_rank, case, plans, inputs, oracle, timeout_s=400.0)

@@ -1,6 +1,6 @@
 """All ranks of a plan in one process, on one device: the same programs, messages are copies.
 
-    pieces = run_virtual(plan, Inputs.random(...))      # [out, lse, dq, dk, dv] of every rank
+    pieces = run_in_process(plan, Inputs.random(...))      # [out, lse, dq, dk, dv] of every rank
 
 Each rank is a thread that runs until it waits for a message; on a GPU all submit to one stream, so that
 what they compute adds up there. For checks of kernels, and of the work around them, on one GPU.
@@ -62,28 +62,28 @@ class Clock:
         return sum(b - a for a, b in self.spans.get(name, ()))
 
 
-class Board:
-    """Messages on their way, by (step, source, destination, tag), and the baton of the rank that runs."""
+class Mailbox:
+    """Messages on their way, by (step, source, destination, tag), and the lock of the rank that runs."""
 
     def __init__(self, clock: Clock) -> None:
         self.rows: dict[tuple[int, int, int, int], Tensor] = {}
-        self.baton, self.clock = Condition(), clock
+        self.lock, self.clock = Condition(), clock
 
     def put(self, key: tuple[int, int, int, int], rows: Tensor) -> None:
         with self.clock.span("messages"):
             self.rows[key] = rows.clone()
-        self.baton.notify_all()
+        self.lock.notify_all()
 
     def take(self, key: tuple[int, int, int, int]) -> Tensor:
-        if not self.baton.wait_for(lambda: key in self.rows, TIMEOUT_S):  # others run meanwhile
+        if not self.lock.wait_for(lambda: key in self.rows, TIMEOUT_S):  # others run meanwhile
             raise TransportError("rank {2}, step {0}: nothing came from rank {1}".format(*key))
         return self.rows.pop(key)
 
 
-class VirtualExchange:
+class InProcessExchange:
     """One rank's end of a board, in the place of transport.Exchange."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Mailbox, rank: int) -> None:
         self.board, self.rank = board, rank
 
     def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
@@ -115,7 +115,7 @@ class TimedKernel(Kernel):
             return self.kernel.backward(*args)
 
 
-class Virtual:
+class InProcessRanks:
     """A plan's ranks with their shards of one row; `clock` holds "all", "messages" and "kernel"."""
 
     def __init__(self, plan: Plan, inputs: Inputs, kernel: str = "auto") -> None:
@@ -130,12 +130,12 @@ class Virtual:
 
     def _all(self, fn: Callable[[Context, int], Any]) -> list[Any]:
         """fn(context, rank) of every rank; the first error of any."""
-        board = Board(self.clock)
+        board = Mailbox(self.clock)
 
         def one(rank: int) -> Any:
-            ends = VirtualExchange(board, rank)
+            ends = InProcessExchange(board, rank)
             context = Context(self.plan, rank, ends, self.kernel, self.scale)  # type: ignore[arg-type]
-            with board.baton, torch.no_grad():
+            with board.lock, torch.no_grad():
                 return fn(context, rank)
 
         with self.clock.span("all"), ThreadPoolExecutor(self.plan.ranks) as pool:
@@ -156,9 +156,9 @@ class Virtual:
         return self._all(one)
 
 
-def run_virtual(plan: Plan, inputs: Inputs, kernel: str = "auto") -> list[list[Tensor]]:
+def run_in_process(plan: Plan, inputs: Inputs, kernel: str = "auto") -> list[list[Tensor]]:
     """out, lse, dq, dk, dv of every rank; out and gradients in the inputs' dtype."""
-    ranks = Virtual(plan, inputs, kernel)
+    ranks = InProcessRanks(plan, inputs, kernel)
     found = ranks.forward()
     grads = ranks.backward(found)
     dtype = inputs.q.dtype

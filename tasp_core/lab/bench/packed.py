@@ -29,7 +29,7 @@ from ...schedules import KV
 from ...sequence.documents import Documents
 from ...sequence.layouts import Layout
 from ..emulation.device import CORE_TFLOPS, Device
-from .accuracy import Inputs, Judge, as_dict, run_rank, verify
+from .accuracy import Inputs, Reference, as_dict, run_rank, verify
 from .document_lengths import row_lengths
 
 DISTRIBUTIONS = ("pretraining", "sft", "code", "giant")
@@ -131,7 +131,7 @@ def timed(tokens: int, ranks: int, repeats: int = 5, tflops: float = 0.0) -> dic
     """
     docs = Documents.of(row_lengths("sft", tokens, SEEDS[0]))
     inputs = Inputs.random(tokens, 8, 2, 64)
-    judge = Judge(inputs, docs)
+    judge = Reference(inputs, docs)
     plans = [plan(docs, ranks, schedule=s, layout=lay) for lay, s in RUN]
     errors = [verify(p, inputs, judge=judge)[0] for p in plans]
     config = {
@@ -182,7 +182,7 @@ def gathering(tokens: int = 32768, ranks: int = 8) -> dict[str, Any]:
     for rank in range(ranks):
         program = lower(p, rank)
         q = torch.randn(program.tokens, 8, 64)
-        kv = torch.randn(program.tokens + program.arena_rows, 2, 128)
+        kv = torch.randn(program.tokens + program.kv_buffer_rows, 2, 128)
         kernel, spent = resolve("auto", "cpu", q.dtype), [0.0, 0.0]
         for compute in (s.compute for s in program.steps if s.compute):
             rows = kv[compute.low : compute.low + compute.count]

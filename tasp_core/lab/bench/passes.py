@@ -22,7 +22,7 @@ from ...runtime.attention import attention
 from ...runtime.exchange import Wait
 from ...runtime.execute import Context, run_backward, run_forward
 from ...runtime.sharding import shard
-from .accuracy import Errors, Inputs, Judge, run_rank
+from .accuracy import Errors, Inputs, Reference, run_rank
 
 Mode = Literal["whole", "communication", "computation"]
 MODES: tuple[Mode, ...] = ("communication", "computation", "whole")
@@ -30,20 +30,20 @@ DIRECTIONS = ("forward", "backward")
 Samples = dict[str, list[float]]  # by "whole forward" and the like, seconds
 
 
-class Silent(Kernel):
+class NoOpKernel(Kernel):
     """No kernel: a pass is its exchange alone."""
 
     name = "silent"
     computes = False
 
     def forward(self, *_: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("Silent is never called")
+        raise NotImplementedError("NoOpKernel is never called")
 
     def backward(self, *_: Any) -> Triple:
-        raise NotImplementedError("Silent is never called")
+        raise NotImplementedError("NoOpKernel is never called")
 
 
-class Quiet:
+class NoOpExchange:
     """An exchange that brings nothing; what would have arrived is filled with usual numbers."""
 
     def post(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
@@ -80,13 +80,15 @@ class Pass:
         self.inputs = inputs
         self.tensors = [shard(x, plan, rank) for x in inputs.tensors()]
         self.kernel = resolve(kernel, self.tensors[0].device.type, self.tensors[0].dtype)
-        for one in (self.kernel, Silent()):  # programs are lowered before anything is timed
+        for one in (self.kernel, NoOpKernel()):  # programs are lowered before anything is timed
             for backward in (False, True):
                 self._context(None, one).program(backward=backward)
 
     def _context(self, exchange: Any, kernel: Kernel) -> Context:
         scale = self.tensors[0].shape[-1] ** -0.5
-        return Context(self.plan.inner, self.rank // self.plan.intra, exchange, kernel, scale)
+        return Context(
+            self.plan.context_plan, self.rank // self.plan.intra, exchange, kernel, scale
+        )
 
     def _timed(self, run: Callable[[], Any]) -> tuple[float, Any]:
         self.ready()
@@ -104,7 +106,7 @@ class Pass:
         """Seconds as `run`, and the output."""
         *qkv, dout = self.tensors
         q, k, v = (x.detach().requires_grad_(backward) for x in qkv)
-        kernel = Silent() if mode == "communication" else self.kernel
+        kernel = NoOpKernel() if mode == "communication" else self.kernel
         seconds, out = self._timed(lambda: attention(q, k, v, self.plan, self.group, kernel=kernel))
         if not backward:
             return [seconds], out
@@ -112,7 +114,7 @@ class Pass:
 
     def _alone(self, backward: bool) -> list[float]:
         """The rank's computation: with Ulysses inside, that of its heads over its group's tokens."""
-        context = self._context(Quiet(), self.kernel)
+        context = self._context(NoOpExchange(), self.kernel)
         tokens = context.plan.num_tokens(context.rank)
         q, k, v, dout = (
             x.new_ones((tokens, max(1, x.shape[-2] // self.plan.intra), x.shape[-1]))
@@ -127,7 +129,7 @@ class Pass:
         ]
 
 
-def held(passes: Sequence[Pass], judge: Judge) -> list[Errors]:
+def held(passes: Sequence[Pass], judge: Reference) -> list[Errors]:
     """Every method's errors against the oracle, the same on all ranks; this also warms up."""
     return [
         judge.own_errors(

@@ -50,7 +50,7 @@ def predict(
 
     Args:
         kept_rows: with attention(keep_kv=True), the rows it keeps: tokens and
-            `lower(plan, rank, keep_kv=True).arena_rows`.
+            `lower(plan, rank, keep_kv=True).kv_buffer_rows`.
 
     Raises:
         PlanError: recompute is not none, kept or all.

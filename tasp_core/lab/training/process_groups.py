@@ -41,7 +41,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroups:
     """Ranks as rows at once x ranks a row ("dp" x "sp"), and where this process's tensors live."""
 
     mesh: DeviceMesh
@@ -49,7 +49,7 @@ class World:
     device: torch.device
 
     @classmethod
-    def join(cls, s: Settings) -> World:
+    def join(cls, s: Settings) -> ProcessGroups:
         """Meet the others, by torchrun's environment, or alone.
 
         Raises:

@@ -29,9 +29,9 @@ from ..training import checkpoint
 from .data import Batch, Corpus, Cursor, Local, ahead, batches
 from .llama import TinyLlama, init_weights, llama
 from .metrics import Metrics, bucket_loss
-from .process_groups import Stop, World
+from .process_groups import ProcessGroups, Stop
 from .settings import Settings, refuse_other_run
-from .throughput import Meter, roofline_line
+from .throughput import Throughput, roofline_line
 
 
 class Run:
@@ -45,7 +45,7 @@ class Run:
             raise PlanError("one document alone leaves nothing to hold out; use --eval-every 0")
         with torch.device("meta"):
             self.model: TinyLlama = llama(s.size, s.recompute)
-        self.world = World.join(s)
+        self.world = ProcessGroups.join(s)
         try:
             s.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -59,7 +59,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), s.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=s.weight_decay
         )
-        self.meter = Meter.of(s, self.world.device, self.world.size)
+        self.meter = Throughput.of(s, self.world.device, self.world.size)
         self.step, self.cursor = 0, Cursor()
         self._resume()
 

@@ -74,7 +74,7 @@ def parameter_bytes(size: Size, world: int, itemsize: int) -> int:
 
 
 @dataclass(frozen=True)
-class Meter:
+class Throughput:
     """The costs of one run's steps; gbps: gigabytes a second a rank can send, or None."""
 
     size: Size
@@ -84,7 +84,7 @@ class Meter:
     gbps: float | None
 
     @classmethod
-    def of(cls, s: Settings, device: torch.device, world: int) -> Meter:
+    def of(cls, s: Settings, device: torch.device, world: int) -> Throughput:
         """The meter of a run on `world` ranks."""
         dtype = getattr(torch, s.dtype)
         return cls(SIZES[s.size], world, s.dtype, peak(device, dtype, s.peak_tflops), s.gbps)

@@ -8,7 +8,7 @@ so that nothing travels that nobody needs; pairs of ranks without a common docum
     relay=4         on a mesh: over four steps, some of it by way of a third rank whose links are idle;
                     own keys are computed in the steps that have least to do
     several nodes   once to one rank of each other node (over the owner's rail where that rank needs
-                    it too), which hands it on to its node mates
+                    it too), which hands it on to its node peers
 
 Where the layout leaves ranks with uneven work and tokens may not be permuted (`contiguous`), queries
 of busy ranks are computed by idle ones (`move_q`; offload.py) and their answers come home.
@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import PlanError, whole
+from ...errors import PlanError, check_int
 from ...sequence.layouts import Layout, Pieces
 from ...sequence.tiles import pair_table, take, working_order
-from ..hops import KV, NO_MEETS, Hops, Meets, Q
+from ..hops import KV, NO_OFFLOADED, Hops, OffloadedPairs, Q
 from ..routed import Routed, Routes, busiest, complete
-from ..schedule import Promise
+from ..schedule import DeclaredLimits
 from .offload import offload
 from .requirements import Shares, Wants
 from .two_hop import spread
@@ -68,8 +68,8 @@ class Sap(Routed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
-        if whole(self.relay, "sap: relay", 0, PlanError) > MOST_RELAY_STEPS:
+        check_int(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
+        if check_int(self.relay, "sap: relay", 0, PlanError) > MOST_RELAY_STEPS:
             raise PlanError(f"sap: relay is at most {MOST_RELAY_STEPS} steps, got {self.relay}")
         if self.relay and self.node_size < self.ranks:
             raise PlanError("sap: relay is for the links of one node; over nodes leave it at 0")
@@ -114,13 +114,13 @@ class Sap(Routed):
         shape = (self.ranks, self.ranks, self.num_shares)
         keys = self._keys()
         if not self._wants.moves_some:
-            return complete(keys, NO_MEETS, shape)
+            return complete(keys, NO_OFFLOADED, shape)
         shares, (q, k, worker) = self._wants.shares, self._wants.away
         visits = np.unique(worker * len(shares.owner) + q)
         rank, share = np.divmod(visits, len(shares.owner))
         zero, owner = np.zeros_like(rank), shares.owner[share]
-        guests = Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
-        meets = Meets(
+        remote_queries = Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
+        meets = OffloadedPairs(
             np.zeros_like(q),
             worker,
             shares.owner[q],
@@ -128,7 +128,7 @@ class Sap(Routed):
             shares.owner[k],
             shares.number[k],
         )
-        return complete(Hops.concat([keys, guests]), meets, shape)
+        return complete(Hops.concat([keys, remote_queries]), meets, shape)
 
     def _keys(self) -> Hops:
         """The kv hops."""
@@ -212,9 +212,9 @@ class Sap(Routed):
         return Pieces(*(c[at] for c in columns))
 
     @property
-    def promise(self) -> Promise:
+    def limits(self) -> DeclaredLimits:
         if self.layout is None:
-            return Promise(1, 1, 2.0)
+            return DeclaredLimits(1, 1, 2.0)
         forward = self._routes.forward
         link, across, *_ = busiest(forward, self.ranks, self.node_size)
         largest = max(1, int(self._layout.counts.max()))
@@ -222,5 +222,7 @@ class Sap(Routed):
         slack = 2 * 3 * max(1, self._budget // SPLIT) if self._budget < 8 * SPLIT else 0
         q = forward.where(forward.kind == Q)  # all come in the first step
         size = self._wants.shares.size[np.searchsorted(self._wants.shares.owner, q.owner) + q.share]
-        guests = int(np.bincount(q.dst, size, minlength=1).max())
-        return Promise(link, across, (2 * self._budget + slack) / largest, guests / largest)
+        remote_queries = int(np.bincount(q.dst, size, minlength=1).max())
+        return DeclaredLimits(
+            link, across, (2 * self._budget + slack) / largest, remote_queries / largest
+        )
