@@ -10,8 +10,8 @@ import torch
 
 import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs
-from tasp_core.runtime import ulysses
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.attention import members_of
+from tasp_core.runtime.exchange import CountingExchange, exchange_of
 
 PLANS = [
     tasp.plan([137, 201, 89], 4, schedule=s, layout=lay, machine=m, intra=a)
@@ -27,30 +27,18 @@ PLANS = [
 
 
 def counted(rank, group, plans):
-    """Bytes this rank hands to torch.distributed, forward and backward."""
-    sent = [0]
-    start, heads = Exchange.start, ulysses.post
-
-    def post(self, t, recvs, sends):
-        sent[0] += sum(x.rows.numel() * x.rows.itemsize for x in sends)
-        return start(self, t, recvs, sends)
-
-    def exchange(group, recvs, sends):
-        sent[0] += sum(rows.numel() * rows.itemsize for rows, _, _ in sends)
-        return heads(group, recvs, sends)
-
-    Exchange.start, ulysses.post = post, exchange
+    """Bytes that this rank sends, forward and backward."""
     result = []
     for p in plans:
-        sent[0] = 0
+        exchange = CountingExchange(exchange_of(group, members_of(p, group)))
         inputs = Inputs.random(p.docs.total, 4, 2, 8)
         q, k, v, dout = (tasp.shard(x, p, rank) for x in inputs.tensors())
         for x in (q, k, v):
             x.requires_grad_()
-        out = tasp.attention(q, k, v, p, group)
-        forward = sent[0]
+        out = tasp.attention(q, k, v, p, exchange)
+        forward = exchange.total_bytes
         out.backward(dout)
-        result.append((forward, sent[0] - forward))
+        result.append((forward, exchange.total_bytes - forward))
     return result
 
 

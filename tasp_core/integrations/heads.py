@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..errors import PlanError
-from ..runtime.exchange import Exchange
+from ..runtime.exchange import exchange_of
 from ..runtime.loss import token_sum
 from .inputs import IGNORE, Accepts, Sharded
 from .models import first_position
@@ -252,7 +252,7 @@ class Head:
         """The same error on all ranks, when one finds it by values."""
         assert self.call is not None
         if self.call.run.plan.ranks > 1:
-            exchange = Exchange(self.group)
+            exchange = exchange_of(self.group)
             exchange.handshake({"pass": "what the model returns", "error": error}, PlanError)
             exchange.finish_handshake()
         if error:

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..errors import PlanError
 from ..planning.plan import Plan
 from ..runtime.attention import attention
-from ..runtime.exchange import Exchange
+from ..runtime.exchange import exchange_of
 from ..sequence.documents import Documents
 from .heads import Head, accepts
 from .inputs import (
@@ -262,10 +262,10 @@ def _ranks(plan: Plan | Planner, group: Any) -> int:
     return group_size(plan, group)
 
 
-def _agree(group: Any, note: dict[str, str]) -> None:
-    """The same error on all ranks, when one has an error or rows of its own."""
-    exchange = Exchange(group)
-    exchange.handshake({"pass": "the model's inputs", **note}, PlanError)
+def _agree(group: Any, signature: dict[str, str]) -> None:
+    """Raise the same error on all ranks where one has an error or other packed sequences."""
+    exchange = exchange_of(group)
+    exchange.handshake({"pass": "the model's inputs", **signature}, PlanError)
     try:
         exchange.finish_handshake()
     except PlanError as error:

@@ -128,15 +128,15 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     return _Run(region, first=True), _Run(region, first=False)
 
 
-def once(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_or_recall(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """fn(*args, **kwargs), or what it returned before when a kept region is recomputed."""
     region = _region.get()
     return fn(*args, **kwargs) if region is None else region.run(fn, args, kwargs)
 
 
 def opaque() -> Callable[..., Any]:
-    """`once` as torch.compile must take it: called as it is, not traced.
+    """`run_or_recall` as torch.compile must take it: called as it is, not traced.
 
     Tracing would follow exchanges and kernels into code that it changes or cannot run.
     """
-    return torch.compiler.disable(once)
+    return torch.compiler.disable(run_or_recall)

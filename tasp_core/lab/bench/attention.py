@@ -24,7 +24,7 @@ from ...runtime.launch import on_ranks
 from ...sequence.documents import Documents
 from .accuracy import Errors, Inputs, Reference, as_dict
 from .emulated_cases import total
-from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
+from .passes import DIRECTIONS, Pass, Samples, in_turn, method_errors, slowest
 
 JUDGED = 8192  # rows up to this length are compared whole; of longer ones a few queries
 QUERIES = 32
@@ -118,7 +118,7 @@ def _one_length(
     full, short = passes(tokens), min(tokens, JUDGED)
     few = full if short == tokens else passes(short)
     judge = Reference(few[0].inputs, few[0].plan.docs, backward=config.backward)
-    errors = held(few, judge)
+    errors = method_errors(few, judge)
     said = []
     for one, error in zip(full, errors, strict=True):
         wrong = "" if error.ok else "an error is above its limit"

@@ -30,8 +30,9 @@ from ...errors import TopologyError
 from ...lowering.lower import lower
 from ...machines.machine import Machine
 from ...planner import plan
-from ...runtime.exchange import Way, backend_of, post
+from ...runtime.exchange import Transfer, exchange_of
 from ...runtime.launch import on_ranks
+from ...runtime.process_group import backend_of
 from ...sequence.documents import Documents
 from .accuracy import Inputs
 from .passes import DIRECTIONS, Pass
@@ -354,7 +355,7 @@ class Bench:
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
         """All transfers at once, each in so many messages."""
 
-        def ways(peers: list[int]) -> list[Way]:
+        def ways(peers: list[int]) -> list[Transfer]:
             size = nbytes // messages
             return [
                 (torch.empty(size, dtype=torch.uint8, device=self.device), peer, tag)
@@ -364,7 +365,7 @@ class Bench:
 
         recvs = ways([a for a, b in pairs if b == self.rank])
         sends = ways([b for a, b in pairs if a == self.rank])
-        for work in post(self.group, recvs, sends):
+        for work in exchange_of(self.group, device=self.device).transfer(recvs, sends):
             work.wait()
 
     def gbps(self, name: str, pairs: Pairs) -> float:
