@@ -30,13 +30,15 @@ def require_torch() -> None:
             f"simulate and select do not); {remedy}",
             name="torch",
         ) from None
-    found = str(torch.__version__)
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", found)
+    installed = str(torch.__version__)
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", installed)
     if numbers is None:
-        raise ImportError(f"torch's version {found!r} is no release number; {remedy}", name="torch")
+        raise ImportError(
+            f"torch's version {installed!r} is no release number; {remedy}", name="torch"
+        )
     if tuple(int(x or 0) for x in numbers.groups()) < OLDEST:
         raise ImportError(
-            f"torch {found} is older than {wanted}, the oldest that was tried. The CPU flash kernel of "
+            f"torch {installed} is older than {wanted}, the oldest that was tried. The CPU flash kernel of "
             "torch 2.8.0 gives wrong numbers and corrupts memory where query heads share key/value "
             f"heads. Install a newer one; {remedy}",
             name="torch",

@@ -160,8 +160,8 @@ def test_a_plan_of_one_rank_counts_this_process_alone():
 
 
 BAD_LABELS = [
-    (torch.arange(8) + 90, "label 97 is outside the vocabulary of 97"),
-    (-torch.arange(8), "label -1 is outside"),
+    (torch.arange(8) + 90, "labels hold 97, outside the 97 classes of the logits"),
+    (-torch.arange(8), "labels hold -1, outside"),
     (torch.arange(8).float(), "must be token ids, whole numbers, got torch.float32"),
     (torch.arange(8) > 3, "got torch.bool"),
     (torch.arange(7), "do not match"),

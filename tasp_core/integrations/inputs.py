@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..planning.plan import Plan
-from ..runtime.loss import label_error, next_token_labels
+from ..runtime.loss import label_error, next_token_labels, outside_error
 from ..runtime.sharding import shard
 from ..sequence.documents import Documents
 
@@ -32,13 +32,13 @@ DOCUMENTS = (*CU_SEQLENS, *MAX_LENGTHS, "attention_mask", "seq_idx")  # read her
 PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, T, ...]
 LABELS = ("labels", "shift_labels", "num_items_in_batch", "label_smoothing")
 PASSED = ("use_cache", "output_hidden_states", "output_router_logits", "is_causal")
-OFF = {  # what may be given as long as it asks for nothing, and what to do instead
+OFF = {  # what may be passed as long as it asks for nothing, and what to do instead
     "output_attentions": "attention weights are never made; leave it out",
     "logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you need "
     "from tasp.gather(out.logits, plan, group, dim=1)",
-    "num_logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you "
-    "need from tasp.gather(out.logits, plan, group, dim=1)",
 }
+OFF["num_logits_to_keep"] = OFF["logits_to_keep"]  # its older name
+NO_LABELS = "the batch has no labels to count; use a collator that returns `labels`"
 ADVICE = {
     "past_key_values": "a plan is for whole rows, not for decoding; use_cache=True returns the keys "
     "and values of this rank's tokens",
@@ -116,7 +116,7 @@ class Sharded:
         labels: [B, t] what this rank's logits are compared with, or None.
         count: labels of the whole rows, or the number that the caller divides by.
         targets: labels of the whole rows.
-        whole: what must be the same on all ranks of the group.
+        same_on_all: what must be the same on all ranks of the group, by name.
     """
 
     inputs: dict[str, Any]
@@ -126,7 +126,7 @@ class Sharded:
     count: Any
     targets: Any
     smoothing: float
-    whole: dict[str, Any]
+    same_on_all: dict[str, Any]
 
 
 # ---- where documents begin
@@ -287,21 +287,21 @@ def _resolve(
 ) -> Plan:
     """The plan of these inputs, held against the documents that the inputs themselves tell."""
     told = _told(inputs, tokens, accepts.first_position)
-    found = _agreed(told)
+    told_docs = _agreed(told)
     if not isinstance(plan, Plan):
-        if found is None and inputs.get("position_ids") is not None:
+        if told_docs is None and inputs.get("position_ids") is not None:
             raise PlanError(
                 "position_ids do not tell where documents begin, and a planner has to know; give "
                 "cu_seqlens, or a plan"
             )
-        plan = plan(found or Documents.of([tokens]))
+        plan = plan(told_docs or Documents.of([tokens]))
         if not isinstance(plan, Plan):
             raise PlanError(f"the planner must return a plan, got {type(plan).__name__}")
     if tokens != plan.docs.total:
         raise PlanError(f"rows have {tokens} tokens, the plan is for {plan.docs.total}")
-    if found is not None and _lengths(found) != _lengths(plan.docs):
+    if told_docs is not None and _lengths(told_docs) != _lengths(plan.docs):
         names = " and ".join(told)
-        raise PlanError(f"the inputs hold {found!r} by {names}, the plan is for {plan.docs!r}")
+        raise PlanError(f"the inputs hold {told_docs!r} by {names}, the plan is for {plan.docs!r}")
     longest = int(plan.docs.lengths.max(initial=0))
     for name in MAX_LENGTHS:
         if (most := inputs.get(name)) is not None and int(most) < longest:
@@ -318,15 +318,15 @@ def _known(inputs: Mapping[str, Any], accepts: Accepts) -> dict[str, Any]:
     Raises:
         PlanError: an input that is not known to be right on a plan.
     """
-    given = {}
+    known_inputs = {}
     for name, value in inputs.items():
-        plain = isinstance(value, bool | int | float | str)
+        is_scalar = isinstance(value, bool | int | float | str)
         if value is None or (
-            plain and name in accepts.defaults and accepts.defaults[name] == value
+            is_scalar and name in accepts.defaults and accepts.defaults[name] == value
         ):
             continue  # what the model does without it
         if name in OFF or name == "return_dict":
-            if plain and bool(value) == (name == "return_dict"):
+            if is_scalar and bool(value) == (name == "return_dict"):
                 continue
             raise PlanError(f"{name} = {_shown(value)}: {OFF.get(name) or ADVICE[name]}")
         known = (*PER_TOKEN, "position_ids", *DOCUMENTS, *LABELS, *PASSED)
@@ -336,8 +336,8 @@ def _known(inputs: Mapping[str, Any], accepts: Accepts) -> dict[str, Any]:
                 f"{name} = {_shown(value)}: a plan does not know this input, and it is not passed on "
                 f"unread; {advice}"
             )
-        given[name] = value
-    return given
+        known_inputs[name] = value
+    return known_inputs
 
 
 def _shown(value: Any) -> str:
@@ -346,9 +346,9 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
-def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
+def _positions(inputs: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
     """position_ids [..., B, T] of whole rows."""
-    if (positions := given.get("position_ids")) is not None:
+    if (positions := inputs.get("position_ids")) is not None:
         positions, first = _tensor("position_ids", positions), accepts.first_position
         if first and positions.numel() and int(positions.min()) < first:
             raise PlanError(
@@ -356,7 +356,7 @@ def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accep
                 f"{int(positions.min())}; leave them out and tell documents by cu_seq_lens_q"
             )
         return positions[None] if positions.dim() == 1 else positions
-    padding = accepts.padding_id if "input_ids" in given else None
+    padding = accepts.padding_id if "input_ids" in inputs else None
     if padding is not None and bool((ids == torch.tensor(padding)).any()):
         raise PlanError(
             f"{accepts.name} does not count padding, and the row has token {padding}, its padding; "
@@ -366,21 +366,25 @@ def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accep
     return row.expand(ids.shape[0], -1)
 
 
+def unknown_loss(model: str, why: str) -> PlanError:
+    """The refusal of labels for a model whose loss is not known to be right on a plan."""
+    return PlanError(
+        f"{model} is given labels, and its loss is not known to be right on a plan: {why}; leave labels "
+        "out and compute the loss of out.logits, tasp.token_loss(logits, labels, group, plan=plan)"
+    )
+
+
 def _labels(
-    given: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
+    inputs: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
 ) -> Tensor | None:
     """[B, T] what the logits of each token are compared with."""
-    labels, shifted = given.get("labels"), given.get("shift_labels")
+    labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
         if shifted is not None:
             raise PlanError("shift_labels are given without labels; give labels as well")
         return None
     if accepts.why_no_labels:
-        raise PlanError(
-            f"{accepts.name} is given labels, and its loss is not known to be right on a plan: "
-            f"{accepts.why_no_labels}; leave labels out and compute the loss of out.logits, "
-            "tasp.token_loss(logits, labels, group, plan=plan)"
-        )
+        raise unknown_loss(accepts.name, accepts.why_no_labels)
     if shifted is not None and accepts.labels == "own":
         raise PlanError(
             f"{accepts.name} compares a token with its own label; leave shift_labels out"
@@ -388,16 +392,11 @@ def _labels(
     for name, x in (("labels", labels), ("shift_labels", shifted)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape[:2]):
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-        if x is not None and (why := label_error(x)):
+        why = "" if x is None else label_error(x, name)
+        if x is not None and not why and accepts.classes is not None:
+            why = outside_error(x, accepts.classes, accepts.name, IGNORE, name)
+        if why:
             raise PlanError(why)
-        if x is None or accepts.classes is None:
-            continue
-        outside = x[(x != IGNORE) & ((x < 0) | (x >= accepts.classes))]
-        if len(outside):
-            raise PlanError(
-                f"{name} hold {int(outside[0])}, outside the {accepts.classes} classes of {accepts.name}; "
-                f"mark tokens without a label by {IGNORE}"
-            )
     if accepts.labels == "own":
         return labels
     return next_token_labels(labels, docs) if shifted is None else shifted
@@ -405,14 +404,14 @@ def _labels(
 
 def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Accepts) -> Tensor:
     """How many labels whole rows have: what a loss over several rows is divided by."""
-    given = _known(inputs, accepts)
-    ids = given.get("input_ids", given.get("inputs_embeds"))
-    if ids is None or given.get("labels") is None:
-        raise PlanError("the batch has no labels to count; use a collator that returns `labels`")
-    docs = documents_of(given, ids.shape[1], first_position=accepts.first_position)
+    known_inputs = _known(inputs, accepts)
+    ids = known_inputs.get("input_ids", known_inputs.get("inputs_embeds"))
+    if ids is None or known_inputs.get("labels") is None:
+        raise PlanError(NO_LABELS)
+    docs = documents_of(known_inputs, ids.shape[1], first_position=accepts.first_position)
     if docs is None or isinstance(plan, Plan):
         docs = plan.docs if isinstance(plan, Plan) else Documents.of([ids.shape[1]])
-    labels = _labels(given, ids, docs, accepts)
+    labels = _labels(known_inputs, ids, docs, accepts)
     assert labels is not None
     return (labels != IGNORE).sum()
 
@@ -421,15 +420,17 @@ def prepare(
     inputs: Mapping[str, Any], plan: Plan | Planner, group: Any, kernel: str, accepts: Accepts
 ) -> Sharded:
     """See `shard_inputs`; the labels apart."""
-    given = _known(inputs, accepts)
-    found = [name for name in ("input_ids", "inputs_embeds") if name in given]
-    if len(found) != 1:
-        names = "both input_ids and inputs_embeds" if found else "no input_ids and no inputs_embeds"
+    known_inputs = _known(inputs, accepts)
+    id_names = [name for name in ("input_ids", "inputs_embeds") if name in known_inputs]
+    if len(id_names) != 1:
+        names = (
+            "both input_ids and inputs_embeds" if id_names else "no input_ids and no inputs_embeds"
+        )
         raise PlanError(f"inputs have {names}, only {', '.join(inputs)}; give one of them")
-    ids = given[found[0]]
-    if ids.dim() != (2 if found == ["input_ids"] else 3):
-        raise PlanError(f"{found[0]} must be whole rows, [B, T, ...], got {list(ids.shape)}")
-    plan = _resolve(given, ids.shape[1], plan, accepts)
+    ids = known_inputs[id_names[0]]
+    if ids.dim() != (2 if id_names == ["input_ids"] else 3):
+        raise PlanError(f"{id_names[0]} must be whole rows, [B, T, ...], got {list(ids.shape)}")
+    plan = _resolve(known_inputs, ids.shape[1], plan, accepts)
     size = group_size(plan, group)
     if plan.ranks != size:
         raise PlanError(
@@ -437,23 +438,23 @@ def prepare(
             "or pass the right group"
         )
     rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    whole = {name: given[name] for name in PER_TOKEN if name in given}
-    for name, x in whole.items():
+    per_token = {name: known_inputs[name] for name in PER_TOKEN if name in known_inputs}
+    for name, x in per_token.items():
         if not isinstance(x, Tensor) or x.shape[:2] != ids.shape[:2]:
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-    if "token_type_ids" in whole and not accepts.segments:
+    if "token_type_ids" in per_token and not accepts.segments:
         raise PlanError(
             f"{accepts.name} makes masks of token_type_ids, which no plan has; leave them out"
         )
-    positions = _positions(given, ids, plan, accepts)
+    positions = _positions(known_inputs, ids, plan, accepts)
     if positions.shape[-2] not in (1, ids.shape[0]) or positions.shape[-1] != ids.shape[1]:
         raise PlanError(
             f"position_ids {list(positions.shape)} do not fit rows {list(ids.shape[:2])}"
         )
-    labels = _labels(given, ids, plan.docs, accepts)
+    labels = _labels(known_inputs, ids, plan.docs, accepts)
     targets = None if labels is None else (labels != IGNORE).sum()
-    count = given.get("num_items_in_batch", targets)
-    smoothing = float(given.get("label_smoothing", 0.0))
+    count = known_inputs.get("num_items_in_batch", targets)
+    smoothing = float(known_inputs.get("label_smoothing", 0.0))
     if not 0 <= smoothing <= 1:
         raise PlanError(f"label_smoothing must be between 0 and 1, got {smoothing}")
     stand_in = plan.num_tokens(rank) == 0
@@ -461,16 +462,23 @@ def prepare(
     def part(x: Tensor, dim: int = 1) -> Tensor:
         return x.narrow(dim, 0, 1) if stand_in else shard(x, plan, rank, dim=dim)
 
-    passed = {name: given[name] for name in PASSED if name in given}
+    passed = {name: known_inputs[name] for name in PASSED if name in known_inputs}
     with torch.inference_mode(False):  # attention compares them once, where changes would show
         tokens = shard(torch.arange(plan.docs.total, device=ids.device), plan, rank)
     run = Run(plan, group, kernel, tokens, stand_in)
-    own = {name: part(x) for name, x in whole.items()} | {"position_ids": part(positions, -1)}
+    own = {name: part(x) for name, x in per_token.items()} | {"position_ids": part(positions, -1)}
     mine = None if labels is None else part(labels)
     if stand_in and mine is not None:
         mine = torch.full_like(mine, IGNORE)
-    same = whole | {"position_ids": positions, "labels": labels, "plan": plan.fingerprint()[:16]}
-    same |= {"num_items_in_batch": given.get("num_items_in_batch"), "label_smoothing": smoothing}
+    same = per_token | {
+        "position_ids": positions,
+        "labels": labels,
+        "plan": plan.fingerprint()[:16],
+    }
+    same |= {
+        "num_items_in_batch": known_inputs.get("num_items_in_batch"),
+        "label_smoothing": smoothing,
+    }
     same |= {"arguments": ", ".join(f"{k}={_shown(v)}" for k, v in sorted(passed.items()))}
     return Sharded(
         own | passed | {"tasp": run}, run, ids.shape[0], mine, count, targets, smoothing, same
@@ -515,36 +523,36 @@ def shard_inputs(
     Raises:
         PlanError: padding, inputs that do not fit the plan, and inputs that are not known to be right.
     """
-    found = prepare(inputs, plan, group, kernel, accepts or Accepts())
-    if found.labels is None:
-        return found.inputs
-    if found.smoothing:
+    sharded = prepare(inputs, plan, group, kernel, accepts or Accepts())
+    if sharded.labels is None:
+        return sharded.inputs
+    if sharded.smoothing:
         raise PlanError("label_smoothing is computed inside sequence_parallel only")
-    count = found.count
+    count = sharded.count
     count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-    labels = {"labels": found.labels, "num_items_in_batch": count}
+    labels = {"labels": sharded.labels, "num_items_in_batch": count}
     if (accepts or Accepts()).labels == "next":
-        labels["shift_labels"] = found.labels
-    return {**found.inputs, **labels}
+        labels["shift_labels"] = sharded.labels
+    return {**sharded.inputs, **labels}
 
 
 # ---- the same rows on every rank
 
 
-def signature(whole: Mapping[str, Any]) -> dict[str, str]:
+def signature(values: Mapping[str, Any]) -> dict[str, str]:
     """Short texts that are equal on two ranks where what they were given is."""
-    tensors = {k: v for k, v in whole.items() if isinstance(v, Tensor)}
+    tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
     devices = {x.device for x in tensors.values()}
     sums: dict[str, int] = {}
     for device in devices:  # one host synchronisation a device
         names = [k for k, x in tensors.items() if x.device == device]
-        found = torch.stack([_digest(tensors[k]) for k in names])
-        sums |= dict(zip(names, found.tolist(), strict=True))
+        digests = torch.stack([_digest(tensors[k]) for k in names])
+        sums |= dict(zip(names, digests.tolist(), strict=True))
     return {
         name: f"{list(tensors[name].shape)} #{sums[name] % 2**64:016x}"
         if name in tensors
         else str(value)
-        for name, value in whole.items()
+        for name, value in values.items()
     }
 
 

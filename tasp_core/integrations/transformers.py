@@ -223,20 +223,20 @@ def _door(
         try:
             if len(args) > 1:
                 raise PlanError("give the model's inputs by keyword, only input_ids may come first")
-            given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
-            call = prepare(given, plan, group, kernel, state.accepts)
+            named = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
+            call = prepare(named, plan, group, kernel, state.accepts)
         except Exception as error:  # one rank's must reach all of them
             cause = error
         if (call.run.plan.ranks if call else _ranks(plan, group)) > 1:
-            _agree(group, signature(call.whole) if call else {"error": _text(cause)})
+            _agree(group, signature(call.same_on_all) if call else {"error": _text(cause)})
         if cause or not call:
             raise cause or PlanError("the model's inputs made no plan")
-        given = call.inputs
+        local = call.inputs
         # all ranks have come here: a model whose parameters they share gathers them in its proof
-        state.proof = prove(model, stock, given["position_ids"].device)
+        state.proof = prove(model, stock, local["position_ids"].device)
         check_lengths(model.config.get_text_config(), call.run.plan.docs)
-        state.call = call = replace(call, inputs={}, whole={})  # whole rows are not kept
-        return (), given | head.begin(call)
+        state.call = call = replace(call, inputs={}, same_on_all={})  # what is whole is not kept
+        return (), local | head.begin(call)
 
     def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
         assert state.proof is not None

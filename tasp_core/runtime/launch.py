@@ -113,8 +113,8 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    reported, held = leave
-    held.close()  # the parent's end alone keeps this process here
+    all_reported, writer = leave
+    writer.close()  # the parent's copy alone keeps this process here
     torch.set_num_threads(1)  # a forked OpenMP pool can hang
     _share_cores()
     stacks = open(f"{path}.{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
@@ -134,7 +134,7 @@ def _child(
         result = fn(rank, dist.group.WORLD, *args)
         pipe.send_bytes(pickle.dumps((True, result)))
         # nobody leaves while a peer still reads from it; a barrier's messages could be taken for a user's
-        reported.poll(timeout_s)
+        all_reported.poll(timeout_s)
     except BaseException as error:
         failure = _Failure(traceback.format_exc(), error, _waited_for(error))
         try:
@@ -297,23 +297,23 @@ class _Reports:
 
     def _stacks(self) -> dict[int, str]:
         """Where the threads of each process that has not reported are, in their own words."""
-        found = {}
+        stacks = {}
         for rank in sorted(self.silent):
             pid = self.processes[rank].pid
             with suppress(OSError):  # no /proc on macOS
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 if state in "Tt":
-                    found[rank] = "the process is stopped, by SIGSTOP or a debugger"
+                    stacks[rank] = "the process is stopped, by SIGSTOP or a debugger"
                     continue
             with suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
-        if len(found) < len(self.silent):
+        if len(stacks) < len(self.silent):
             time.sleep(STACKS_S)
-        for rank in sorted(self.silent - found.keys()):
-            found[rank] = ""
+        for rank in sorted(self.silent - stacks.keys()):
+            stacks[rank] = ""
             with suppress(OSError):
-                found[rank] = Path(f"{self.path}.{rank}").read_text().strip()
-        return found
+                stacks[rank] = Path(f"{self.path}.{rank}").read_text().strip()
+        return stacks
 
 
 def _waits(stacks: str) -> bool:
