@@ -29,16 +29,9 @@ from tasp_core.runtime.exchange import NcclExchange
 from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
 from tasp_core.runtime.ulysses import Group, Ulysses
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the double
