@@ -325,7 +325,7 @@ def test_tensors_that_do_not_fit_are_refused_with_both_sizes():
         tasp.shard(row, p, 0, dim=1)
     with pytest.raises(tasp.LayoutError, match="rank 3 does not exist"):
         tasp.shard(row, p, 3)
-    with pytest.raises(tasp.LayoutError, match="unshard needs 3 pieces, one a rank, got 2"):
+    with pytest.raises(tasp.LayoutError, match="unshard needs 3 pieces, one per rank, got 2"):
         tasp.unshard(pieces[:2], p)
     with pytest.raises(tasp.LayoutError, match=f"piece of rank 1.*has {len(pieces[1]) - 1} tokens"):
         tasp.unshard([pieces[0], pieces[1][1:], pieces[2]], p)
