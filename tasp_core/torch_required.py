@@ -1,7 +1,7 @@
-"""The door to torch: importing this module refuses a torch that is missing or known to be wrong.
+"""Importing this module checks torch: one that is missing, or known to be wrong, is refused.
 
-What needs tensors imports it first: `attention`, `launch`, `shard` and its kin, `kernels`. So a wrong
-torch is named before it computes. Planning, proofs and predictions need no torch and never come here.
+Modules that need tensors import it first: `attention`, `launch`, `shard` and the like, `kernels`. So a
+wrong torch is reported before it computes. Planning, proofs and predictions need no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def require_torch() -> None:
     try:
         import torch
     except ModuleNotFoundError as error:
-        if error.name != "torch":  # a damaged installation says itself what it misses
+        if error.name != "torch":  # a damaged installation reports itself what is missing
             raise
         raise ImportError(
             "torch is not installed; attention and all that handles tensors need it (plan, check, "

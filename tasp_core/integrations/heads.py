@@ -1,16 +1,16 @@
-"""What comes out of a model whose tokens are spread over ranks: its loss, and outputs for each token.
+"""Outputs of a model whose tokens are spread over ranks: its loss, and one value for each token.
 
-The loss is this rank's sum divided by the count of all rows, whatever head the model has. It takes the
-place of the model's own, and only where the two are known to be the same:
+The loss is this rank's sum divided by the number of labels of all rows, whatever head the model has. It
+replaces the model's own loss, and only where the two are known to be the same:
 
 - Next-token models (ForCausalLM, LMHeadModel) call `model.loss_function` with all logits and labels and
-  return what it gives. Ours stands there meanwhile, so this is seen at every call.
+  return its result. Ours replaces that function meanwhile, so every call is checked.
 - Heads with a label for each token (ForMaskedLM, ForTokenClassification) may compute their loss
   themselves; at the first call it is compared with ours on the same logits.
 - A router's balance loss is made of the whole group's tokens, by the formula of
-  `load_balancing_loss_func`; at the first call the formula is compared with the model's own.
+  `load_balancing_loss_func`; at the first call the formula is compared with the model's own result.
 
-Every other loss and every output that is not one value for each token is refused by name.
+Every other loss, and every output that is not one value for each token, is refused by name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def core_of(model: nn.Module) -> Any:
 
 
 def accepts(model: nn.Module) -> Accepts:
-    """What the model takes.
+    """What the model accepts.
 
     Raises:
         PlanError: a model that returns tuples.
@@ -90,7 +90,7 @@ def accepts(model: nn.Module) -> Accepts:
 
 
 def _loss_kind(core: Any) -> tuple[str, str]:
-    """Which label a token's logits are compared with, and why the loss is not known, or ""."""
+    """("next" or "own", as in `Accepts.labels`; why the model's loss is not known, or "")."""
     heads = [
         c.__name__
         for c in type(core).__mro__
@@ -130,7 +130,7 @@ class Head:
     """The head of one model inside `sequence_parallel`: its loss and its outputs, call by call.
 
     Args:
-        group: compares what the ranks find; None: the default group, or this process alone.
+        group: the ranks that share the rows; None: the default group, or this process alone.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
@@ -141,7 +141,7 @@ class Head:
         self.before = self.core.__dict__.get("_loss_function")
 
     def enter(self) -> None:
-        """Stand where the model looks for its loss function."""
+        """Replace the model's loss function."""
         self.core._loss_function = self._loss
 
     def leave(self) -> None:
@@ -152,7 +152,7 @@ class Head:
             self.core._loss_function = self.before
 
     def begin(self, call: Sharded) -> dict[str, Any]:
-        """The labels that the model itself is given at this call."""
+        """The labels that the model itself gets at this call, as keyword arguments."""
         self.call, self.losses = call, []
         return {} if call.labels is None or self.inline else {"labels": call.labels}
 
@@ -174,7 +174,7 @@ class Head:
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What a model calls as its loss function."""
+        """The model calls this as its loss function."""
         mine = None if self.call is None else self.call.labels
         if mine is None or not isinstance(labels, Tensor) or labels.shape != mine.shape:
             raise self._refusal("it calls its loss function with other labels than it was given")
@@ -245,7 +245,7 @@ class Head:
         return dist.get_rank(self.group) if self.call.run.plan.ranks > 1 else 0
 
     def _agree(self, error: str) -> None:
-        """The same error on all ranks, when one finds it by values."""
+        """Raise the same error on all ranks where one of them has an error; all ranks call this."""
         assert self.call is not None
         if self.call.run.plan.ranks > 1:
             exchange = exchange_of(self.group)
@@ -257,7 +257,7 @@ class Head:
     def _model_loss(
         self, outputs: Mapping[str, Any], balance: Tensor | None
     ) -> tuple[Tensor | None, bool]:
-        """Our loss, known to be the model's, and whether the model adds its balance loss to it."""
+        """(our loss, known to equal the model's; whether the model adds its balance loss to it)."""
         call, loss = self.call, outputs.get("loss")
         assert call is not None
         if call.labels is None:
@@ -295,7 +295,7 @@ class Head:
         return _loss_kind(self.core)[0]
 
     def _compare(self, outputs: Mapping[str, Any], logits: Tensor) -> None:
-        """At the first call: the model's own mean of this rank's tokens is ours."""
+        """At the first call: the model's own mean loss over this rank's tokens must equal ours."""
         call, loss = self.call, outputs.get("loss")
         assert call is not None
         assert call.labels is not None
@@ -370,7 +370,7 @@ def _routed(router_logits: tuple[Tensor, ...], top: int) -> tuple[Tensor, Tensor
 
 
 def _tolerance(logits: Tensor) -> float:
-    """Of two means of the same logits, of which a model may compute one in their dtype."""
+    """Relative tolerance between two means over the same logits; a model may compute in their dtype."""
     return 1e-5 if logits.dtype.itemsize >= 4 else 1e-2
 
 

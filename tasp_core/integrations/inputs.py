@@ -1,10 +1,11 @@
-"""What a model is given for whole rows -> what it is given for one rank's tokens.
+"""A model's inputs for whole rows -> its inputs for one rank's tokens.
 
     inputs = shard_inputs({"input_ids": ids, "position_ids": positions}, plan, group)
     documents_of({"position_ids": positions}, tokens=ids.shape[1])     # where documents begin
 
-An input is known here or refused by name. Documents may be told in five ways (`documents_of`); what two
-of them say must be the same. Padding, 4-D masks, caches, images and per-token weights are refused.
+A row is one packed sequence of a batch [B, T]. An input is known here or refused by name. Five inputs
+may tell where documents begin (`documents_of`); where several do, they must agree. Padding, 4-D masks,
+caches, images and per-token weights are refused.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Run:
 
     Args:
         tokens: [t] int64, index in the packed sequence of each of this rank's tokens, sharded like all
-            inputs: attention holds the order of its rows against it. None: the order is not checked.
-        stand_in: this rank has no tokens, and the model is given one that belongs to no document:
-            attention must not see it and gives zeros for it.
-        calls: the attention layers that have attended, in words; layers add to it.
+            inputs; attention compares the order of its rows with it. None: the order is not checked.
+        stand_in: this rank has no tokens, so the model gets one that belongs to no document. Attention
+            leaves it out and returns zeros for it.
+        calls: names of the attention layers that have run in this forward; layers add to it.
     """
 
     plan: Plan
@@ -83,18 +84,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Accepts:
-    """What a model's forward takes, as far as inputs depend on it.
+    """What a model's forward accepts, as far as its inputs depend on it.
 
     Args:
         name: of the model's class.
         labels: "next" where the model's loss compares a token's logits with the next label, "own"
             where with the token's own.
         why_no_labels: why the model's loss is not known to be right on a plan, or "".
-        first_position: the position of a document's first token; 2 for most of Roberta's kin.
+        first_position: the position of a document's first token; 2 for most models like Roberta.
         padding_id: the token that such a model does not count, or None.
         segments: whether token_type_ids are embedded; other models make masks of them.
-        defaults: the values of arguments that are not given.
-        classes: that labels tell apart, or None where that is not known.
+        defaults: default values of the forward's arguments, by name.
+        classes: how many classes labels number, or None where that is not known.
     """
 
     name: str = "the model"
@@ -114,8 +115,8 @@ class Sharded:
     Args:
         inputs: keyword arguments of the model, without labels.
         labels: [B, t] what this rank's logits are compared with, or None.
-        count: labels of the whole rows, or the number that the caller divides by.
-        targets: labels of the whole rows.
+        count: what the loss is divided by: the number of labels in the whole rows, or the caller's.
+        targets: the number of labels in the whole rows.
         same_on_all: what must be the same on all ranks of the group, by name.
     """
 
@@ -135,15 +136,15 @@ class Sharded:
 def documents_of(
     inputs: Mapping[str, Any], tokens: int, *, first_position: int = 0
 ) -> Documents | None:
-    """The row's documents as `inputs` tell them, or None where they do not.
+    """The documents of each row by what `inputs` tell, or None where nothing tells them.
 
     Read are cu_seqlens (also cu_seq_lens_q, cu_seq_lens_k); position_ids [T], [B, T], and those of
     multimodal rotary embeddings, [4, B, T] with text positions first and [3, B, T] with (0, 0, 0) at
     the first token of each document; attention_mask [B, T] and seq_idx [B, T] that number documents.
 
     Args:
-        tokens: of a row.
-        first_position: of a document, where not 0.
+        tokens: how many a row has.
+        first_position: the position of a document's first token.
 
     Raises:
         PlanError: documents that cannot be read, differ by row of the batch, or by what tells them.
@@ -152,7 +153,7 @@ def documents_of(
 
 
 def _told(inputs: Mapping[str, Any], tokens: int, first: int) -> dict[str, Documents]:
-    """Every input that tells documents, with what it tells."""
+    """The documents by each input that tells them."""
     told: dict[str, Documents | None] = {}
     for name in CU_SEQLENS:
         if (cu := inputs.get(name)) is not None:
@@ -167,7 +168,11 @@ def _told(inputs: Mapping[str, Any], tokens: int, first: int) -> dict[str, Docum
 
 
 def _agreed(told: Mapping[str, Documents]) -> Documents | None:
-    """What all of them tell."""
+    """The documents on which all inputs agree.
+
+    Raises:
+        PlanError: two inputs that tell different documents.
+    """
     for name, docs in told.items():
         first = next(iter(told))
         if _lengths(docs) != _lengths(told[first]):
@@ -192,7 +197,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _one_row(name: str, values: Tensor, tokens: int) -> np.ndarray:
-    """The numbers of one row, where all rows of the batch have the same."""
+    """The numbers of one row; all rows of the batch must have the same."""
     if values.dim() not in (1, 2) or values.shape[-1] != tokens:
         raise PlanError(
             f"{name} must be [B, T] with {tokens} tokens a row, got {list(values.shape)}"
@@ -220,7 +225,7 @@ def _by_numbers(name: str, numbers: Tensor, tokens: int) -> Documents:
 
 
 def _by_mask(mask: Any, tokens: int) -> Documents | None:
-    """Documents that a mask numbers; None for ones, which say nothing."""
+    """Documents that a mask numbers; None for a mask of ones, which tells nothing."""
     if isinstance(mask, Mapping):
         raise PlanError(
             f"attention_mask is a dict of {', '.join(map(str, mask))}: masks for kinds of layers, which "
@@ -285,7 +290,7 @@ def _by_counts(positions: Tensor, tokens: int, first: int) -> Documents:
 def _resolve(
     inputs: Mapping[str, Any], tokens: int, plan: Plan | Planner, accepts: Accepts
 ) -> Plan:
-    """The plan of these inputs, held against the documents that the inputs themselves tell."""
+    """The plan of these inputs, compared with the documents that the inputs themselves tell."""
     told = _told(inputs, tokens, accepts.first_position)
     told_docs = _agreed(told)
     if not isinstance(plan, Plan):
@@ -377,7 +382,7 @@ def unknown_loss(model: str, why: str) -> PlanError:
 def _labels(
     inputs: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
 ) -> Tensor | None:
-    """[B, T] what the logits of each token are compared with."""
+    """[B, T] the label of each token's logits, or None without labels."""
     labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
         if shifted is not None:
@@ -403,7 +408,7 @@ def _labels(
 
 
 def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Accepts) -> Tensor:
-    """How many labels whole rows have: what a loss over several rows is divided by."""
+    """How many labels whole rows have; a loss over several rows is divided by it."""
     known_inputs = _known(inputs, accepts)
     ids = known_inputs.get("input_ids", known_inputs.get("inputs_embeds"))
     if ids is None or known_inputs.get("labels") is None:
@@ -419,7 +424,7 @@ def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Acce
 def prepare(
     inputs: Mapping[str, Any], plan: Plan | Planner, group: Any, kernel: str, accepts: Accepts
 ) -> Sharded:
-    """See `shard_inputs`; the labels apart."""
+    """As `shard_inputs`, with labels and their count apart from the model's inputs."""
     known_inputs = _known(inputs, accepts)
     id_names = [name for name in ("input_ids", "inputs_embeds") if name in known_inputs]
     if len(id_names) != 1:
@@ -504,17 +509,17 @@ def shard_inputs(
 
     input_ids, inputs_embeds, token_type_ids, labels and position_ids ([T], [B, T], [3, B, T] or
     [4, B, T]) are sharded; labels are shifted first, inside documents; positions are made where there
-    are none. What tells documents is read, held against the plan and dropped (`documents_of`).
+    are none. Inputs that tell documents are read, compared with the plan and dropped (`documents_of`).
 
-    A rank without tokens is given one, the row's first, with the label -100: its loss is 0, attention
-    does not see it, and its logits are nobody's. `inputs["tasp"].stand_in` says so.
+    A rank without tokens gets one, the row's first, with the label -100: its loss is 0, attention
+    leaves it out, and its logits belong to no token. `inputs["tasp"].stand_in` is then True.
 
     Args:
         plan: the rows' plan, or a function from their documents to it. Every row of the batch follows
             it.
         group: plan.ranks ranks; None: the default group, or one process.
-        accepts: what the model is, where it is no next-token model whose positions begin at 0; inside
-            `sequence_parallel` it is asked. The ranks' rows are compared there, not here.
+        accepts: what the model accepts; default: that of a next-token model whose positions begin at
+            0. `sequence_parallel` reads it from the model, and compares the ranks' rows; this does not.
 
     Returns:
         keyword arguments; with labels, the model's loss is this rank's part of sum / count, where
@@ -540,11 +545,11 @@ def shard_inputs(
 
 
 def signature(values: Mapping[str, Any]) -> dict[str, str]:
-    """Short texts that are equal on two ranks where what they were given is."""
+    """A short text of each value, equal on two ranks exactly where their values are."""
     tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
     devices = {x.device for x in tensors.values()}
     sums: dict[str, int] = {}
-    for device in devices:  # one host synchronisation a device
+    for device in devices:  # one host synchronisation per device
         names = [k for k, x in tensors.items() if x.device == device]
         digests = torch.stack([_digest(tensors[k]) for k in names])
         sums |= dict(zip(names, digests.tolist(), strict=True))
@@ -561,24 +566,24 @@ CHUNK = 1 << 22  # numbers hashed at once
 
 
 @lru_cache(maxsize=16)
-def _odd_numbers(count: int, tag_prefix: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, offset: int, device: torch.device) -> Tensor:
     """Odd 64-bit numbers without a pattern (splitmix64)."""
-    z = (torch.arange(count, device=device) + tag_prefix) * -7046029254386353131
+    z = (torch.arange(count, device=device) + offset) * -7046029254386353131
     z = (z ^ (z >> 30)) * -4658895280553007687
     z = (z ^ (z >> 27)) * -7723592293110705685
     return (z ^ (z >> 31)) | 1
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A sum, in 64 bits that wrap around, of all elements' bits, each times odd numbers of its place.
+    """A sum modulo 2 ** 64 of all elements' bits, each times odd numbers of its row and column.
 
-    One element that differs always changes it; several do but for one in 2 ** 60 or so.
+    One different element always changes it; several do, except with a probability of about 2 ** -60.
     """
     x = x.detach()
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     width = max(rows.shape[1], 1)
     of_column, of_row = (
-        _odd_numbers(n, tag_prefix, x.device) for tag_prefix, n in ((1, width), (2**40, len(rows)))
+        _odd_numbers(n, offset, x.device) for offset, n in ((1, width), (2**40, len(rows)))
     )
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(0, len(rows), step := max(CHUNK // width, 1)):

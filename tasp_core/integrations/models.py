@@ -2,11 +2,11 @@
 
     proof = prove(model)                     # sequence_parallel does it; by hand only beside shard_inputs
 
-A rank holds some tokens of a row in some order, and only attention sees the others. A model is right there
-if nothing but attention mixes tokens, if each token knows its position by position_ids alone, and if
-attention is what q, k, v and a mask of documents say. `prove` holds a model against this in four forwards
-of a dozen tokens. `asked` reads what one attention layer asks for, in every forward. Both go by lists of
-what is known to be right and refuse the rest by name. Not covered: inputs, labels and losses.
+A rank holds some tokens of a row, in any order, and only attention sees the other ranks' tokens. A model
+is right on a plan if only attention mixes tokens, if each token knows its position by position_ids alone,
+and if attention is fully described by q, k, v and a mask of documents. `prove` tests this in four forwards
+of a dozen tokens. `asked` reads what one attention layer asks for, in every forward. Both compare with
+lists of what is known to be right and refuse everything else by name. Not covered: inputs, labels, losses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HARMLESS = (
 
 
 class NoPlanError(PlanError):
-    """An attention layer that was not handed the keyword `tasp`."""
+    """An attention layer that did not get the keyword `tasp`."""
 
 
 class MaskUsedError(PlanError, AttributeError):
@@ -53,9 +53,9 @@ class MaskUsedError(PlanError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What a model asks to be visible; stands where other attention implementations get a tensor.
+    """What a model asks to be visible; it takes the place of other implementations' mask tensor.
 
-    A model may only hand it on to its attention layers. `problem` says what no plan has.
+    A model may only pass it on to its attention layers. `problem` names what no plan has.
     """
 
     causal: bool = False
@@ -163,7 +163,7 @@ def mask_of(
     attention_mask: Tensor | None = None,
     **__: Any,
 ) -> Mask:
-    """transformers' mask interface: the mask as a word for attention layers, not as a tensor."""
+    """transformers' mask interface: the mask described for attention layers, not as a tensor."""
     if attention_mask is not None and not bool(attention_mask.all()):
         return Mask(problem="a mask that hides padding")
     return read_mask(mask_function)
@@ -262,7 +262,7 @@ def _described(mask: Any) -> str:
 
 
 def check_lengths(config: Any, docs: Documents) -> None:
-    """Refuse what depends on the length of what is seen, for a rank sees other lengths than one process.
+    """Refuse what depends on the sequence length, since a rank sees another length than one process.
 
     Raises:
         PlanError: a configuration of this kind, with documents so long that it makes a difference.
@@ -344,7 +344,7 @@ class Proof:
 
 @dataclass
 class Probe:
-    """Attention of the proof, in place of a plan: computed here from the layer's own q, k, v."""
+    """The proof's attention, in the place of a plan: computed here from the layer's own q, k, v."""
 
     docs: Documents
     order: Tensor | None  # token of the row at each place; None: each token attends to itself only

@@ -7,10 +7,11 @@
         trainer.train()                                           # world size = rows at once x ranks
         trainer.evaluate(held_out)                                # and predict()
 
-Groups are `ranks` consecutive global ranks. Losses and gradients equal those of one process with as many
-rows per step; evaluation is that of one process, whatever the number of ranks and of rows at once: the mean
-over examples of their batches' losses, and logits and labels of whole rows for `compute_metrics`. A step
-without a label has gradient 0 and is logged as nan, not as a loss. `label_smoothing_factor` is exact.
+A row is one packed sequence; groups of `ranks` consecutive global ranks share one. Losses and gradients
+equal those of one process with as many rows per step. Evaluation is that of one process, whatever the
+number of ranks and of rows at once: the mean over examples of their batches' losses, and logits and
+labels of whole rows for `compute_metrics`. A step without a label has gradient 0 and is logged as nan,
+not as a loss. `label_smoothing_factor` is exact.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .transformers import Active, active
 
 
 class RowTrainer(Trainer):
-    """A Trainer of which each `ranks` consecutive processes work on the same row.
+    """A Trainer in which groups of `ranks` consecutive processes work on the same row.
 
     Raises:
         PlanError: a world size that `ranks` does not divide; a setting that breaks the loss; work
@@ -87,7 +88,7 @@ class RowTrainer(Trainer):
     # ---- rows for each group
 
     def _context(self) -> Active:
-        """What sequence_parallel was given for the model."""
+        """The state of the `sequence_parallel` around the model."""
         model: Any = self.model
         context = active(model)
         if context is None:
@@ -104,7 +105,7 @@ class RowTrainer(Trainer):
         return context
 
     def _loader(self, dataset: Any, what: str, **options: Any) -> DataLoader:
-        """A DataLoader by Trainer's settings, not shared out yet."""
+        """A DataLoader with Trainer's settings, not divided among processes yet."""
         args = self.args
         return DataLoader(
             dataset,
@@ -152,8 +153,10 @@ class RowTrainer(Trainer):
         return self._whole_batches(test_dataset, "test")
 
     def _whole_batches(self, dataset: Any, what: str) -> DataLoader:
-        """One process's batches in order, dealt out to the groups; the last is dealt again where
-        groups would have none, and dropped by `_gather_rows`."""
+        """One process's batches in order, distributed over the groups in turn.
+
+        The last batch is repeated for groups that would have none; `_gather_rows` drops it again.
+        """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise PlanError(f"{what} needs a dataset with a length, got {type(dataset).__name__}")
         self._context()
@@ -229,7 +232,7 @@ class RowTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's, with the step's labels noted for the log."""
+        """Trainer's; remembers the step's number of labels for the log."""
         self._labelled[self.state.global_step] = num_items_in_batch
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -278,7 +281,7 @@ class RowTrainer(Trainer):
         return loss, gather(logits, context.call.run.plan, context.group, dim=1), labels
 
     def _gather_rows(self, data: Any) -> Any:
-        """What every process has -> what one process would have: each group's once, no batch twice."""
+        """What all processes have -> what one process would have: each group's once, no batch twice."""
         if isinstance(data, list | tuple):
             return type(data)(self._gather_rows(x) for x in data)
         batch, groups = self.args.eval_batch_size, self.args.world_size // self.ranks

@@ -5,9 +5,9 @@
         out.loss.backward()                                      # losses and gradients ADD UP over ranks
     whole = tasp.gather(out.logits, plan, group, dim=1)          # prefill: logits of the whole row
 
-Each model is proved at its first use, see models.py; docs/models.md lists families. A layer's sliding
-window is the model's business: give the plan of the row without one. `labels` are as transformers has
-them, unshifted. Read `inputs` for what goes in and `heads` for losses and what comes out. Not covered:
+Each model is proved at its first use (models.py); docs/models.md lists families. Sliding windows belong
+to the model's layers: give a plan without one. `labels` are as transformers has them, unshifted.
+`inputs.py` says what a model accepts, `heads.py` which losses and outputs it may have. Not covered:
 padding (pack rows instead), dropout, sinks, soft caps, decoding.
 """
 
@@ -165,7 +165,7 @@ def sequence_parallel(
     try:
         forget_changed(model)
         head = Head(model, group)
-        before_call, after_call = _door(model, before, plan, group, kernel, head)
+        before_call, after_call = _hooks(model, before, plan, group, kernel, head)
         handles += [
             model.register_forward_pre_hook(before_call, with_kwargs=True),
             model.register_forward_hook(after_call),
@@ -197,11 +197,11 @@ _ACTIVE: WeakKeyDictionary[torch.nn.Module, Active] = WeakKeyDictionary()
 
 
 def active(model: torch.nn.Module) -> Active | None:
-    """What `sequence_parallel` was given for a model, or None outside."""
+    """The state of the `sequence_parallel` around a model, or None outside."""
     return _ACTIVE.get(model)
 
 
-def _door(
+def _hooks(
     model: PreTrainedModel,
     stock: str,
     plan: Plan | Planner,
@@ -209,7 +209,7 @@ def _door(
     kernel: str,
     head: Head,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs before and after the model at every call.
+    """The hooks that run before and after the model at every call.
 
     Args:
         stock: the model's attention implementation outside.
@@ -248,7 +248,7 @@ def _door(
 
 
 def _text(error: Exception | None) -> str:
-    """An error in words; those that are not ours with their kind."""
+    """An error's text; with its type where it is not one of ours."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 

@@ -40,10 +40,9 @@ class RankError(RuntimeError):
     """Ranks that raised, died or hung.
 
     Attributes:
-        errors: what each such rank said, by rank.
-        first: the rank at fault, as far as the others' words tell: one that waited for another rank in
-            vain is not.
-        cause: what `first` raised; None where it died or hung.
+        errors: the text of each such rank's error, by rank.
+        first: the rank at fault, as far as the reports tell; not one that waited for another in vain.
+        cause: the exception that `first` raised; None where it died or hung.
     """
 
     def __init__(self, errors: dict[int, str], first: int, cause: BaseException | None) -> None:
@@ -85,10 +84,10 @@ def _waited_for(error: BaseException | None) -> tuple[int, ...] | None:
 
 
 def _share_cores() -> None:
-    """Let ranks that share cores finish their turns, unless the user has set another policy.
+    """Let ranks that share cores finish their time slices, unless the user has set another policy.
 
-    A rank stopped in the midst of sending, by one that wakes up, keeps its connection locked, and
-    gloo's own thread spins on it.
+    A rank that is preempted while it sends keeps its connection locked, and gloo's own thread spins on
+    the lock.
     """
     with suppress(AttributeError, OSError):  # macOS has none, a sandbox may refuse
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
@@ -213,7 +212,7 @@ def launch(
 
 
 class _Reports:
-    """What the ranks of one launch report; who is at fault where something failed."""
+    """The reports of one launch's ranks, and which rank is at fault where something failed."""
 
     def __init__(
         self, pipes: list[Any], processes: list[Any], path: str, timeout_s: float, message_s: float
@@ -256,7 +255,7 @@ class _Reports:
         (self.results if good else self.failures)[rank] = value
 
     def _until(self, deadline: float) -> float:
-        """How long the ranks that are silent may still take after a report."""
+        """The time until which ranks that have not reported are waited for, after a report."""
         soon = time.monotonic() + GRACE_S
         if any(f.waited_for is None for f in self.failures.values()):
             return min(deadline, soon)
@@ -296,7 +295,7 @@ class _Reports:
         return (blamed or culprits or followed)[0]
 
     def _stacks(self) -> dict[int, str]:
-        """Where the threads of each process that has not reported are, in their own words."""
+        """Stack traces of each process that has not reported, by rank."""
         stacks = {}
         for rank in sorted(self.silent):
             pid = self.processes[rank].pid

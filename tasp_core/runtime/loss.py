@@ -113,7 +113,8 @@ def token_loss(
             counts over the default group whatever the plan is.
 
     Returns:
-        sum: scalar float32 (float64), this rank's, differentiable; count: scalar int64, the group's.
+        sum: scalar float32 (float64 for float64 logits), this rank's, differentiable;
+        count: scalar int64, the group's.
 
     Raises:
         LayoutError: shapes do not match; labels that are no token ids or, on a CPU, outside the
