@@ -84,7 +84,7 @@ def check_folded(answer: Any) -> None:
 
 @exercise
 def check_travel(answer: Any) -> None:
-    """Schedules of rings: proved, at most 2 KV of other ranks held, all links loaded equally in each step."""
+    """Schedules of rings: proved, at most 2 KV of other ranks held, links loaded equally."""
     for n in (5, 6, 8):
         rings = tasp.decompose(n)
         lines, what = list(answer(rings.cycles)), f"{len(rings)} rings of {n} ranks"
