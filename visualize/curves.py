@@ -1,4 +1,4 @@
-"""Curves: time over sequence length with bound and model; speed-up over CCR with published points.
+"""Curves: time against sequence length with bound and model; speed-up against CCR with published points.
 
     curves(table) -> [("time", Figure), ("speedup", Figure)]        table: tasp_core.lab.bench.collect
 
@@ -111,7 +111,7 @@ def plot(
 
 
 def _series(rows: Iterable[Any], tone: dict[str, str], what: str) -> list[Curve]:
-    """A curve over tokens for each method, measured, modelled or bound."""
+    """Time against tokens, one curve for each method, measured, modelled or bound."""
     points_of: dict[tuple[str, str], dict[float, float]] = {}
     for r in rows:
         if r.quantity == (f"bound {what}" if r.how == "bound" else f"whole {what}"):
@@ -125,7 +125,7 @@ def _series(rows: Iterable[Any], tone: dict[str, str], what: str) -> list[Curve]
 
 
 def _times(table: Sequence[Any]) -> Figure | None:
-    """Time over length, a panel for each case and direction with several lengths."""
+    """Time against length, a panel for each case and direction with several lengths."""
     panels, summary = [], []
     rows = [r for r in table if r.kind == "attention"]
     tone = {m: colour(i) for i, m in enumerate(dict.fromkeys(r.method for r in rows))}
@@ -144,7 +144,7 @@ def _times(table: Sequence[Any]) -> Figure | None:
         "Both axes are logarithmic.",
     )
     return Figure(
-        "Time of one pass over the length of the packed sequence",
+        "Time of one pass against the length of the packed sequence",
         notes,
         "; ".join(summary),
         stack(panels, gap=14),
@@ -198,7 +198,7 @@ def _speedups(table: Sequence[Any]) -> Figure | None:
     )
     drawing = plot(lines, "CCR of the baseline", "speed-up, forward pass")
     return Figure(
-        "Speed-up over the ratio of computation to communication (CCR)", notes, summary, drawing
+        "Speed-up against the ratio of computation to communication (CCR)", notes, summary, drawing
     )
 
 

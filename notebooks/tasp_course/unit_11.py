@@ -132,7 +132,7 @@ def picture(samples: Sequence[float]) -> Figure:
     curves = [
         Curve("a message", "measured", "#0072B2", tuple(zip(SIZES, samples, strict=True))),
         Curve(
-            "latency + bytes / bandwidth",
+            "fitted time",
             "modelled",
             "#D55E00",
             tuple(zip(SIZES, model, strict=True)),
