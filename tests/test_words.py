@@ -62,6 +62,7 @@ VAGUE = {
 # Public names and standard terms that stay.
 STAYS = {
     ("Errors", "plain"),  # errors of the plain kernel, in result files too
+    ("Goal", "found"),  # in result files
 }
 PER = re.compile(
     r"\b(steps?|shares?|tokens?|bytes|messages?|ranks|hops?|calls?|seconds|time|rows?|queries|documents?|pairs"
