@@ -22,7 +22,7 @@ from ..result_file import write
 from ..runtime.launch import launch
 from ..sequence.documents import Documents
 from .bench.accuracy import Inputs, Reference, as_dict, sent_bytes, verify
-from .training.data import manual_row
+from .training.data import manual_sequence
 from .training.llama import Block
 from .training.minimal import train
 
@@ -40,7 +40,7 @@ METHODS = (  # label, schedule, layout, ranks per node (0: all)
 )
 
 
-class Row(NamedTuple):
+class MethodResult(NamedTuple):
     """One method's results."""
 
     label: str
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
     """q, k, v of packed real text, from a tiny Llama's first block, and the documents."""
     torch.manual_seed(0)
-    ids, docs = manual_row(tokens)
+    ids, docs = manual_sequence(tokens)
     embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
     with torch.no_grad():
         q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
@@ -63,7 +63,7 @@ def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
 
 def attend_all(
     inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
-) -> list[Row]:
+) -> list[MethodResult]:
     """Every method on real ranks, each compared with the reference."""
     reference, rows = Reference(inputs, docs), []
     for i, (label, schedule, layout, node) in enumerate(METHODS):
@@ -73,11 +73,11 @@ def attend_all(
         errors, seconds = verify(p, inputs, reference=reference)
         heads, head_dim = inputs.q.shape[1:]
         sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
-        rows.append(Row(label, p, check(p), errors, sent, max(seconds)))
+        rows.append(MethodResult(label, p, check(p), errors, sent, max(seconds)))
     return rows
 
 
-def _busiest(row: Row) -> str:
+def _busiest(row: MethodResult) -> str:
     """The link inside a node that carries most in all, and how much; "all" where all carry as much."""
     hops, n = row.plan.hops(), row.plan.ranks
     moved, kv_of_rank = row.plan.amounts(hops)
@@ -88,7 +88,7 @@ def _busiest(row: Row) -> str:
     return f"{name} {total[top] / kv_of_rank:.3g} KV"
 
 
-def error_table(rows: list[Row]) -> str:
+def error_table(rows: list[MethodResult]) -> str:
     """The demo's table of methods, 80 columns wide."""
     lines = [
         "forward and backward on real ranks, against the float64 reference",
@@ -164,7 +164,7 @@ def _train(rank: int, group: Any, ranks: int, options: dict[str, Any]) -> list[f
     return train(rank, group, ranks, **options)
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: MethodResult) -> dict[str, Any]:
     import json
 
     r = row.report

@@ -3,9 +3,9 @@
     python -m tasp_core calibrate --ranks 4 --out results/machine.json         # local gloo ranks
     torchrun --nproc-per-node 8 -m tasp_core calibrate --out machine.json      # NCCL, RCCL or gloo
 
-Each pair of ranks is measured alone, then together with those that may share a port or a NIC with it. A
-link below 70 % of the median becomes an override. Every sample is the slowest rank's. Costs of computing and
-of messages are measured on passes of all ranks at the same time, so that what the executor adds is in them.
+Each pair of ranks is measured alone, then together with those that may share a port or a NIC with it.
+A link below 70 % of the median becomes an override. Every sample is the slowest rank's. Costs of computing
+and of messages are measured on passes of all ranks at once, so that what the executor adds is in them.
 Not covered: routes through hosts, NICs shared by ranks; write those into the file by hand.
 """
 
