@@ -17,7 +17,7 @@ from tasp_core.lab.bench import attention as attention_bench
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lab.bench.attention import Config, remote_unused, sampled_gap, too_fast
 from tasp_core.lab.bench.collect import collect, write_csv
-from tasp_core.lab.bench.emulated_cases import Goal, cases, ccr, gaps, judge, table
+from tasp_core.lab.bench.emulated_cases import Goal, case_ccr, cases, gaps, goals_of, table
 from tasp_core.lab.bench.passes import Pass, method_errors
 from tasp_core.lab.emulation.device import CALL_S, Device
 from tasp_core.lowering.lower import lower
@@ -73,7 +73,7 @@ def test_sampled_rows_find_a_wrong_output(monkeypatch):
 
 
 def test_nothing_is_faster_than_the_peak():
-    assert too_fast(2.0, 1.0).startswith("2 TFLOP/s a rank, above the peak of 1")
+    assert too_fast(2.0, 1.0).startswith("2 TFLOP/s per rank, above the peak of 1")
     assert too_fast(0.9, 1.0) == too_fast(5.0, 0.0) == ""
 
 
@@ -187,7 +187,7 @@ def case(gain, group="mesh", mbit=20.0):
 
 
 def test_goals_are_met_or_not_by_the_worst_case():
-    goals = {g.text: g for g in judge([case(6.9), case(5.0)])}
+    goals = {g.text: g for g in goals_of([case(6.9), case(5.0)])}
     least = goals["TASP end to end, 20 Mbit/s, ranks share cores, least CCR"]
     assert (least.found, least.met) == (pytest.approx(5.0), False)
     assert str(least).startswith("NOT MET")
@@ -246,7 +246,7 @@ def test_a_case_of_a_given_ccr_is_simulated_to_have_it():
 
 def test_ccr_and_gaps_and_table():
     one = case(7.0)
-    assert ccr(one) == pytest.approx(0.1 / 7.0)
+    assert case_ccr(one) == pytest.approx(0.1 / 7.0)
     assert [round(gap, 6) for _, gap in gaps([one])] == [0.05] * 4
     assert "7.000 [7.000 7.000]" in table(one)
     assert table(one).count("\n") == 2
@@ -270,7 +270,11 @@ def test_result_files_become_one_table_and_curves(tmp_path):
     found, skipped = collect(tmp_path)
     assert skipped.keys() == {"c.json", "d.json"}
     assert {f.how for f in found} == {"measured", "modelled", "bound"}
-    assert write_csv(found, tmp_path / "r.csv").read_text().count("\n") == 1 + len(found)
+    header, *lines = write_csv(found, tmp_path / "r.csv").read_text().splitlines()
+    assert header == (
+        "file,kind,case,method,tokens,ranks,ccr,quantity,how,unit,samples,median,least,most"
+    )
+    assert len(lines) == len(found)
     figures = dict(curves(found))
     assert figures.keys() == {"time", "speedup"}
     assert figures["speedup"].svg.count('class="published"') == len(PUBLISHED)
