@@ -44,6 +44,10 @@ def plan(
 
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
+
+    >>> p = plan([600, 90, 334], ranks=5, schedule="ring")
+    >>> p.tokens(0)[:2].tolist(), p.num_tokens(0), p.schedule.num_shares
+    ([0, 1], 205, 1)
     """
     if "auto" not in (schedule, layout):
         return make_plan(

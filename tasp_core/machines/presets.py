@@ -86,6 +86,9 @@ def machine(name: str | Path) -> Machine:
 
     Raises:
         TopologyError: neither a known name nor a readable file; the line that cannot be read.
+
+    >>> machine("mi300x").link_gbps, machine("h100x2").ranks
+    (64.0, 16)
     """
     match = re.fullmatch(rf"({'|'.join(PRESETS)}|mesh([1-9]\d*))(?:x([1-9]\d*))?", str(name))
     if match:

@@ -64,7 +64,11 @@ SCHEDULES = {cls.name: cls for cls in FAMILIES}
 
 
 def schedules() -> dict[str, str]:
-    """Names of the schedules with one line each."""
+    """Names of the schedules with one line each.
+
+    >>> "ring" in schedules(), len(schedules()["ring"]) > 0
+    (True, True)
+    """
     return {name: str(cls.__doc__) for name, cls in SCHEDULES.items()}
 
 
