@@ -21,8 +21,14 @@ def markdown(text: str) -> str:
     """A docstring as mkdocstrings should read it."""
     text = DOCTEST.sub(lambda run: f"```pycon\n{run[0]}\n```", text)
     arguments, *rest = re.split(r"^(?=Raises:|Returns:)", text, maxsplit=1, flags=re.MULTILINE)
-    summary, *entries = re.split(r"^(?=Args:|Attributes:)", arguments, maxsplit=1, flags=re.MULTILINE)
-    return summary + "".join(ENTRY.sub(_entries, NEXT.sub("\n    ", x)) for x in entries) + "".join(rest)
+    summary, *entries = re.split(
+        r"^(?=Args:|Attributes:)", arguments, maxsplit=1, flags=re.MULTILINE
+    )
+    return (
+        summary
+        + "".join(ENTRY.sub(_entries, NEXT.sub("\n    ", x)) for x in entries)
+        + "".join(rest)
+    )
 
 
 def _entries(entry: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from tests.test_versions import PROJECT, Requirement, install, process, wheel  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +75,9 @@ def test_it_plans_proves_predicts_and_chooses_without_torch(environment, tmp_pat
     *lines, error = done.stdout.splitlines()
     pairs = sum(n * (n + 1) // 2 for n in (600, 90, 334))
     assert lines == [str(pairs), "True", "4", "16 True", "True"], done.stdout
-    assert error.startswith("torch is not installed; attention and all that handles tensors need it")
+    assert error.startswith(
+        "torch is not installed; attention and all that handles tensors need it"
+    )
 
 
 def test_its_command_plans_and_proves_without_torch(environment, tmp_path):
@@ -85,7 +88,8 @@ def test_its_command_plans_and_proves_without_torch(environment, tmp_path):
     done = process(command, "check", "--file", "plan.json", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout)
-    assert report["ok"] and report["pairs"] == 600 * 601 // 2 + 90 * 91 // 2
+    assert report["ok"]
+    assert report["pairs"] == 600 * 601 // 2 + 90 * 91 // 2
 
     done = process(command, "run", "--docs", "600", "--ranks", "2", cwd=tmp_path)
     assert done.returncode == 2

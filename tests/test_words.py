@@ -64,7 +64,8 @@ STAYS = {
     ("Errors", "plain"),  # errors of the plain kernel, in result files too
     ("Goal", "found"),  # in result files
 }
-OLD_PATHS = re.compile(r"^\| `[^|]*\|")  # the first column of docs/moved.md: modules as they were called
+# the first column of docs/moved.md: modules as they were called
+OLD_PATHS = re.compile(r"^\| `[^|]*\|")
 PER = re.compile(
     r"\b(steps?|shares?|tokens?|bytes|messages?|ranks|hops?|calls?|seconds|time|rows?|queries|documents?|pairs"
     r"|lines?|NICs?|kernels?|samples?|runs?|processes|objects?|ms|GB|MB)"
