@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PlanError, TransportError
-from ..lowering.program import RECEIVES, Message, Step
+from ..lowering.program import RECEIVES, Message
 from ..schedules import DKV, KINDS, KV
 from .packing import TAGS, Buffers, PackedMessage, packed_messages, put_rows, take_rows
 
@@ -332,10 +332,12 @@ class Exchange:
             + "."
         )
 
-    def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
+    def post(
+        self, t: int, sends_listed: Sequence[Message], recvs_listed: Sequence[Message], buffers: Buffers
+    ) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
-        recvs, landing = packed_messages(step.recvs, buffers, receive=True)
-        sends, _ = packed_messages(step.sends, buffers, receive=False)
+        recvs, landing = packed_messages(recvs_listed, buffers, receive=True)
+        sends, _ = packed_messages(sends_listed, buffers, receive=False)
         posted = [*recvs, *sends]
         if not posted:
             return lambda: None
@@ -386,7 +388,12 @@ class Exchange:
         return post(self.group, *sides)
 
     def post_all_to_all(
-        self, t: int, step: Step, buffers: Buffers, kinds: Sequence[int] = (KV, DKV)
+        self,
+        t: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: Buffers,
+        kinds: Sequence[int] = (KV, DKV),
     ) -> Wait:
         """The same as one all-to-all for each kind of message; packs, so it needs one more copy.
 
@@ -397,7 +404,7 @@ class Exchange:
         Raises:
             PlanError: a message of another kind, which would stay behind.
         """
-        behind = [m for m in (*step.sends, *step.recvs) if m.kind not in kinds]
+        behind = [m for m in (*sends, *recvs) if m.kind not in kinds]
         if behind:
             m, carried = behind[0], ", ".join(KINDS[kind] for kind in kinds)
             raise PlanError(
@@ -409,8 +416,8 @@ class Exchange:
         for kind in kinds:
             # a rank that moves no queries has no buffer of theirs, and no rows to send or receive
             like = buffers.get(RECEIVES[kind], buffers["kv"][:0])
-            out = [m for m in step.sends if m.kind == kind]
-            into = [m for m in step.recvs if m.kind == kind]
+            out = [m for m in sends if m.kind == kind]
+            into = [m for m in recvs if m.kind == kind]
             send = torch.cat([like[:0], *(take_rows([m], buffers) for m in out)])
             recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
             splits = (self._splits(into), self._splits(out))

@@ -10,7 +10,7 @@ Not covered: Ulysses groups, and the schedules' collectives (use exchange="p2p")
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import PlanError, TransportError
 from ...kernels.kernel import Kernel
 from ...kernels.resolve import resolve
-from ...lowering.program import Step
+from ...lowering.program import Message
 from ...planning.plan import Plan
 from ...runtime.exchange import Wait
 from ...runtime.execute import Context, run_backward, run_forward
@@ -86,12 +86,14 @@ class InProcessExchange:
     def __init__(self, board: Mailbox, rank: int) -> None:
         self.board, self.rank = board, rank
 
-    def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
-        for m in step.sends:
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        for m in sends:
             self.board.put((t, self.rank, m.peer, m.tag), take_rows([m], buffers))
 
         def wait() -> None:
-            for m in step.recvs:
+            for m in recvs:
                 rows = self.board.take((t, m.peer, self.rank, m.tag))
                 with self.board.clock.span("messages"):
                     put_rows([m], rows, buffers)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.kernel import Kernel, Triple
 from ...kernels.resolve import resolve
-from ...lowering.program import Step
+from ...lowering.program import Message
 from ...planning.plan import Plan
 from ...runtime.attention import attention
 from ...runtime.exchange import Wait
@@ -46,8 +46,15 @@ class NoOpKernel(Kernel):
 class NoOpExchange:
     """An exchange that brings nothing; what would have arrived is filled with usual numbers."""
 
-    def post(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
-        for m in step.recvs:
+    def post(
+        self,
+        t: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: dict[str, Tensor],
+        kinds: Sequence[int] = (),
+    ) -> Wait:
+        for m in recvs:
             for low, count in m.ranges:
                 buffers[m.buffer][low : low + count] = 0.5
         return lambda: None
