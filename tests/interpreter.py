@@ -95,8 +95,9 @@ class Machine:
             case Pack(source=source, target=target, rows=rows):
                 for s, d, n in zip(*(c.tolist() for c in rows), strict=True):
                     self.buffers[target][d : d + n] = self.buffers[source][s : s + n]
-            case Add(source=source, target=target, rows=rows) | Merge(
-                source=source, target=target, rows=rows
+            case (
+                Add(source=source, target=target, rows=rows)
+                | Merge(source=source, target=target, rows=rows)
             ):
                 for s, d, n in zip(*(c.tolist() for c in rows), strict=True):
                     self.buffers[target][d : d + n] += self.buffers[source][s : s + n]
@@ -205,7 +206,8 @@ def _gather(ranks: list[Machine]) -> Arrived:
     (count,) = rows
     for r in ranks:
         assert len(r.tokens) <= count
-        assert not (r.sends or r.recvs), "messages beside the collective"
+        assert not r.sends, "messages beside the collective"
+        assert not r.recvs, "messages beside the collective"
         assert r.program.kv_buffer_rows == len(ranks) * count
         for other in ranks:
             at = len(r.tokens) + other.program.rank * count
@@ -214,9 +216,7 @@ def _gather(ranks: list[Machine]) -> Arrived:
     return {r.program.rank: [] for r in ranks}
 
 
-def interpret(
-    p: Plan, *, backward: bool, programs: list[Program] | None = None
-) -> list[Machine]:
+def interpret(p: Plan, *, backward: bool, programs: list[Program] | None = None) -> list[Machine]:
     """Every rank after a pass; ranks meet at each step's WAIT."""
     programs = programs or [lower(p, rank, backward=backward) for rank in range(p.ranks)]
     ranks = [Machine(p, program) for program in programs]
@@ -235,7 +235,9 @@ def interpret(
                     break
         gathers = [r.gathers for r in waiting]
         assert not any(gathers) or (all(gathers) and len(waiting) == len(ranks))
-        arrived = _gather(waiting) if any(gathers) else EXCHANGE[exchange](waiting) if waiting else {}
+        arrived = (
+            _gather(waiting) if any(gathers) else EXCHANGE[exchange](waiting) if waiting else {}
+        )
         for r in waiting:
             for m, rows in arrived[r.program.rank]:
                 r.write(m, rows)

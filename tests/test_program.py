@@ -15,6 +15,7 @@ from tasp_core import Plan, PlanError, lower, plan
 from tasp_core.lowering import passes
 from tasp_core.lowering.hazards import hazards
 from tasp_core.lowering.program import (
+    WIDTH,
     Add,
     Attend,
     Free,
@@ -28,8 +29,8 @@ from tasp_core.lowering.program import (
     Unpack,
     Wait,
     Zero,
+    parse_instruction,
 )
-from tasp_core.lowering.text import WIDTH, parse_instruction
 
 DOCS = tasp.Documents.of([37, 1, 0, 26])
 ONE = tasp.Documents.of([96])  # every rank attends to KV of every other one

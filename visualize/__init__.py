@@ -22,6 +22,7 @@ from .compare import compare
 from .figure import Figure, together
 from .hops import hops
 from .links import links
+from .lowering import lowering
 from .machines import topology
 from .masks import mask
 from .memory import memory
@@ -35,6 +36,7 @@ __all__ = [
     "compare",
     "hops",
     "links",
+    "lowering",
     "mask",
     "memory",
     "rings",

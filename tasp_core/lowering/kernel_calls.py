@@ -15,8 +15,7 @@ from ..sequence.documents import Documents
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import Sequences, take, tile
 from .buffers import in_rounds
-from .program import Attend, Call
-from .text import call_of
+from .program import Attend, Call, call_of
 
 
 class Group(NamedTuple):

@@ -32,6 +32,4 @@ def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = Fals
     """
     if not 0 <= rank < plan.ranks:
         raise LayoutError(f"rank {rank} does not exist: ranks are 0..{plan.ranks - 1}")
-    return lower_passes(
-        plan.context_plan, rank // plan.intra, backward=backward, keep_kv=keep_kv
-    )
+    return lower_passes(plan.context_plan, rank // plan.intra, backward=backward, keep_kv=keep_kv)

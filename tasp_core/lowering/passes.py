@@ -29,7 +29,7 @@ from ..planning.work import alike, offloaded_subchunks
 from ..schedules import DKV, DQ, KINDS, KV, OUT, Q
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import take
-from .buffers import NO_RUNS, Place, Runs, join_runs, last_use, place, rows_to_themselves
+from .buffers import NO_RUNS, Place, Runs, join_runs, last_use, place, rows_to_themselves, union
 from .kernel_calls import Group, attend
 from .program import (
     IN_FLIGHT,
@@ -80,7 +80,7 @@ class Times(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where received sub-chunks lie, first rows from the rank's own rows on, and how many rows that takes."""
+    """First rows of received sub-chunks, which lie behind the rank's own rows, and rows in all."""
 
     kv: Place
     q: Place
@@ -246,9 +246,7 @@ def assign_rows(draft: Draft) -> Draft:
     kv, kv_buffer_rows, gathered_rows = _kv_rows(draft)
     q, remote_query_rows = _query_rows(draft)
     dkv, remote_grad_rows = _gradient_rows(draft, kv) if draft.backward else (kv, 0)
-    rows = Rows(
-        kv, q, dkv, kv_buffer_rows, remote_query_rows, remote_grad_rows, gathered_rows
-    )
+    rows = Rows(kv, q, dkv, kv_buffer_rows, remote_query_rows, remote_grad_rows, gathered_rows)
     return replace(draft, rows=rows)
 
 
@@ -277,10 +275,7 @@ def _kv_rows(draft: Draft) -> tuple[Place, int, int]:
     # what arrives together lies together, unless some of it would stay too long
     deaths = [together] if (together == death).all() else [together, death]
     kv_rows, count = min(
-        (
-            place(arrivals.subchunk, arrivals.step, d, arrivals.count, first, tokens)
-            for d in deaths
-        ),
+        (place(arrivals.subchunk, arrivals.step, d, arrivals.count, first, tokens) for d in deaths),
         key=lambda placed: placed[1],
     )
     return kv_rows, count, 0
@@ -451,7 +446,10 @@ def emit(draft: Draft) -> Program:
     phase = {kind: number for number, kind in enumerate(PHASES)}
     made.sort(key=lambda i: (i.step, phase[type(i)]))
     received = [
-        max((int(runs.count.sum()) for runs in (getattr(p, name) for p in draft.messages)), default=0)
+        max(
+            (int(runs.count.sum()) for runs in (getattr(p, name) for p in draft.messages)),
+            default=0,
+        )
         for name in ("add", "merge")
     ]
     return Program(
@@ -545,8 +543,8 @@ def insert_frees(program: Program, *, keep_kv: bool = False) -> Program:
             last = np.concatenate(parts)
             last = last[last >= program.tokens] if buffer in OWN_ROWS else last
             if len(last):
-                rows = rows_to_themselves(last, np.ones_like(last))
-                instructions.append(Free(instruction.step, buffer, rows))
+                runs = rows_to_themselves(last, np.ones_like(last))
+                instructions.append(Free(instruction.step, buffer, runs))
     return replace(program, instructions=tuple(instructions))
 
 
@@ -588,3 +586,110 @@ def lower_passes(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Pro
     for one in PASSES:
         draft = one(draft)
     return insert_frees(emit(draft), keep_kv=keep_kv)
+
+
+class Line(NamedTuple):
+    """What a draft says about one message or computation; `step` is None where none is known yet."""
+
+    step: int | None
+    text: str
+    owners: tuple[int, ...]  # whose KV, queries or gradients it is about
+
+
+def stages(
+    plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = False
+) -> list[tuple[str, list[Line]]]:
+    """(name of the pass, what has been made when it is done) of every pass, for people.
+
+    >>> from tasp_core import plan
+    >>> for name, lines in stages(plan([64], ranks=4, schedule="ring"), 0)[:3]:
+    ...     print(name, "|", next(line.text for line in lines if "RECV" in line.text))
+    expand_hops | RECV kv3.0 <-3
+    order | RECV kv3.0 <-3
+    assign_rows | RECV kv3.0 <-3 @kv 16..32
+    """
+    draft = expand_hops(plan, rank, backward=backward, keep_kv=keep_kv)
+    result = [(expand_hops.__name__, _draft_lines(draft))]
+    for one in PASSES:
+        draft = one(draft)
+        result.append((one.__name__, _draft_lines(draft)))
+    program = emit(draft)
+    result.append((emit.__name__, _program_lines(program)))
+    freed = insert_frees(program, keep_kv=keep_kv)
+    return [*result, (insert_frees.__name__, _program_lines(freed))]
+
+
+def _program_lines(program: Program) -> list[Line]:
+    lines = []
+    for i in program.instructions:
+        owners = {o for o, *_ in i.message.parts} if isinstance(i, Send | Recv) else set()
+        lines.append(Line(i.step, str(i), tuple(sorted(owners))))
+    return lines
+
+
+def _draft_lines(draft: Draft) -> list[Line]:
+    """Messages, then computations, in the words of program.py as far as they are known."""
+    if draft.messages:
+        lines = [
+            Line(step, str(make(step, m)), tuple(sorted({o for o, *_ in m.parts})))
+            for step, posted in enumerate(draft.messages)
+            for make, messages in ((Send, posted.sends), (Recv, posted.recvs))
+            for m in messages
+        ]
+    else:
+        lines = _transfer_lines(draft)
+    if draft.attends:
+        return lines + [Line(a.step, str(a), ()) for a in draft.attends if a]
+    for p in draft.pairings:
+        queries = "q" if p.queries is None else _names(draft, Q, p.queries)
+        own = p.kv is None
+        kv = f"kv{draft.rank}" if p.kv is None else _names(draft, KV, p.kv)
+        text = f"ATTEND {queries} x {kv}"
+        if draft.rows and p.kv is not None:
+            row = _rows_of(draft, p.kv, draft.rows.kv)
+            text += f" @kv {_union_text(row, draft.plan.subchunks.count[p.kv])}"
+        size = draft.plan.subchunks.parts * draft.plan.schedule.num_shares
+        owners = (draft.rank,) if p.kv is None else tuple(np.unique(p.kv // size).tolist())
+        if draft.times is None:
+            when = f", not before step {p.step}" if p.step else ""
+            text += " (own KV)" if own or p.after == OWN else f", which step {p.after} brings"
+            lines.append(Line(None, text + when, owners))
+        else:
+            lines.append(Line(p.step, text, owners))
+    return lines
+
+
+def _transfer_lines(draft: Draft) -> list[Line]:
+    """One line for each share that is sent or received."""
+    lines, posted = [], draft.posted
+    columns = (posted.step, posted.src, posted.dst, posted.kind, posted.owner, posted.share)
+    first = np.flatnonzero(starts(*columns)) if len(posted.step) else []
+    ends = np.append(first[1:], len(posted.step)) if len(first) else []
+    low = _first_rows(draft, posted) if draft.rows else None
+    for a, b in zip(first, ends, strict=True):
+        step, src, dst, kind, owner, share = (int(column[a]) for column in columns)
+        sends = src == draft.rank
+        text = f"{'SEND' if sends else 'RECV'} {KINDS[kind]}{owner}.{share} "
+        text += f"->{dst}" if sends else f"<-{src}"
+        buffer = (SENDS if sends else RECEIVES)[kind]
+        if low is not None and buffer in OWN_ROWS:
+            text += f" @{buffer} {_union_text(low[a:b], posted.count[a:b])}"
+        lines.append(Line(step, text, (owner,)))
+    return lines
+
+
+def _union_text(low: np.ndarray, count: np.ndarray) -> str:
+    return " ".join(f"{a}..{b}" for a, b in union(low, count))
+
+
+def _names(draft: Draft, kind: int, subchunk: np.ndarray) -> str:
+    """Shares of sub-chunks, at most four by name."""
+    shares = draft.plan.schedule.num_shares
+    owner = subchunk // (draft.plan.subchunks.parts * shares)
+    names = list(
+        dict.fromkeys(
+            f"{KINDS[kind]}{o}.{s}"
+            for o, s in zip(owner.tolist(), (subchunk % shares).tolist(), strict=True)
+        )
+    )
+    return "+".join(names[:4]) + f"+{len(names) - 4} more" * (len(names) > 4)

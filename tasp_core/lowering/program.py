@@ -13,20 +13,39 @@ An executor runs the instructions in their order and needs nothing else. No tens
 
 SEND and RECV list messages; POST starts those listed since the last POST, together. From SEND or RECV
 to the next WAIT the rows are in flight: a send's must not change, a receive's must not be read.
-`str(program)` prints the instructions, `Program.parse` reads them back.
+
+`str(program)` prints one instruction per line, with a label where a step begins, and `Program.parse` reads
+that back:
+
+    PROGRAM rank=0 ranks=4 backward=0 tokens=16 kv_buffer_rows=32 ... exchange=p2p kinds=kv
+    step 0:
+      SEND kv0.0 ->1 #0 @kv 0..16
+      RECV kv3.0 <-3 #0 @kv 16..32
+      POST p2p
+      ATTEND kv 0..16 causal 0..16x0..16
+      WAIT
+
+Rows are low..high. `#` is the message's number on its link in its step; a message in parts lists their rows
+in the order in which they travel, `+owner.share` before the parts of another share. In ATTEND a sequence
+is query rows x KV rows (the latter counted from the first row that the call reads), `dkv 0..4>8` adds rows
+0 to 4 of the KV gradient to rows from 8 on. Long lines continue on lines that begin with `|`. Lines that
+begin with `#` are comments.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..errors import PlanError
 from ..schedules import DKV, DQ, KINDS, KV, OUT, Q
 from ..sequence.tiles import Sequences
-from .buffers import Runs, union
+from .buffers import Runs, end_to_end, union
 
 SMALL_BYTES = 1 << 20  # a message with parts up to this size, on average, is not divided
 SENDS = {KV: "kv", DKV: "dkv", Q: "q", OUT: "partial_send", DQ: "dq"}
@@ -450,7 +469,7 @@ class Program:
         by_step: list[list[Instruction]] = [[] for _ in range(self.num_steps)]
         for instruction in self.instructions:
             by_step[instruction.step].append(instruction)
-        return tuple(Step(tuple(some)) for some in by_step)
+        return tuple(Step(tuple(instructions)) for instructions in by_step)
 
     @property
     def collective(self) -> str | None:
@@ -477,8 +496,6 @@ class Program:
         return hash((self.rank, self.ranks, self.backward, self.tokens, len(self.instructions)))
 
     def __str__(self) -> str:
-        from .text import program_text
-
         return program_text(self)
 
     @classmethod
@@ -488,8 +505,6 @@ class Program:
         Raises:
             PlanError: a line that is not an instruction, or a header that lacks something.
         """
-        from .text import parse_program
-
         return parse_program(text)
 
 
@@ -513,3 +528,226 @@ def _message_text(m: Message, arrow: str) -> str:
         before = owner, share
     name = f"{KINDS[m.kind]}{m.owner}.{m.share}"
     return f"{name} {arrow}{m.peer} #{m.tag} @{m.buffer} " + " ".join(texts)
+
+
+# ---- text form
+
+WIDTH = 100
+Moved = TypeVar("Moved", Pack, Add, Merge)
+_NUMBERS = [f.name for f in fields(Program) if f.name not in ("exchange", "kinds", "instructions")]
+
+
+def wrap(line: str, indent: str = "") -> str:
+    """A line, cut at spaces, the rest on lines that begin with `|`."""
+    lines, current = [], indent
+    for item in line.split(" "):
+        if len(current) + len(item) > WIDTH and current.strip(" |"):
+            lines.append(current.rstrip())
+            current = f"{indent}| "
+        current += item + " "
+    return "\n".join([*lines, current.rstrip()])
+
+
+def program_text(program: Program) -> str:
+    """A program as text; see above."""
+    numbers = [f"{name}={int(getattr(program, name))}" for name in _NUMBERS]
+    kinds = ",".join(KINDS[kind] for kind in program.kinds)
+    lines = [wrap(" ".join(["PROGRAM", *numbers, f"exchange={program.exchange} kinds={kinds}"]))]
+    step = -1
+    for instruction in program.instructions:
+        if instruction.step != step:
+            step = instruction.step
+            lines.append(f"step {step}:")
+        lines.append(wrap(str(instruction), "  "))
+    return "\n".join(lines)
+
+
+def parse_program(text: str) -> Program:
+    """See `Program.parse`."""
+    lines = [line for line in _lines(text) if not line.startswith("#")]
+    if not lines or not lines[0].startswith("PROGRAM "):
+        raise PlanError("a program begins with a line 'PROGRAM rank=0 ranks=4 ...'")
+    values = dict(item.partition("=")[::2] for item in lines[0].split()[1:])
+    step, instructions = 0, []
+    try:
+        numbers = {name: int(values[name]) for name in _NUMBERS}
+        kinds = tuple(KINDS.index(name) for name in values["kinds"].split(",") if name)
+        exchange = values["exchange"]
+    except (KeyError, ValueError) as error:
+        raise PlanError(f"cannot read the program's first line, {lines[0]!r:.200}") from error
+    for line in lines[1:]:
+        if label := re.fullmatch(r"step (\d+):", line):
+            step = int(label[1])
+        else:
+            instructions.append(parse_instruction(line, step))
+    backward = bool(numbers.pop("backward"))
+    return Program(
+        **numbers,
+        backward=backward,
+        exchange=exchange,
+        kinds=kinds,
+        instructions=tuple(instructions),
+    )
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines that are not empty, with those that continue them."""
+    line = ""
+    for part in map(str.strip, text.splitlines()):
+        if part.startswith("|"):
+            line += " " + part[1:].strip()
+        else:
+            if line:
+                yield line
+            line = part
+    if line:
+        yield line
+
+
+def parse_instruction(line: str, step: int = 0) -> Instruction:
+    """Read one instruction.
+
+    Raises:
+        PlanError: it is none.
+
+    >>> print(parse_instruction("RECV kv2.1 <-2 #0 @kv 512..640"))
+    RECV kv2.1 <-2 #0 @kv 512..640
+    """
+    op, *items = line.split()
+    if op not in _PARSERS:
+        raise PlanError(f"{line!r:.100}: instructions are {', '.join(_PARSERS)}, got {op!r:.40}")
+    try:
+        return _PARSERS[op](step, items)
+    except (ValueError, IndexError) as error:
+        raise PlanError(f"cannot read {line!r:.200}") from error
+
+
+def _range(text: str) -> tuple[int, int]:
+    """low and count of "low..high"."""
+    low, high = map(int, text.split(".."))
+    return low, high - low
+
+
+def _runs(rows: list[tuple[int, int, int]]) -> Runs:
+    return Runs(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _moved_rows(items: list[str]) -> Runs:
+    """Rows "src..high>dst"."""
+    rows = []
+    for item in items:
+        source, target = item.split(">")
+        low, count = _range(source)
+        rows.append((low, int(target), count))
+    return _runs(rows)
+
+
+def _rows(items: list[str]) -> Runs:
+    """Rows onto themselves."""
+    return _runs([(low, low, count) for low, count in map(_range, items)])
+
+
+def _message(items: list[str], arrow: str) -> Message:
+    what, peer, tag, buffer, *rest = items
+    match = re.fullmatch(rf"({'|'.join(KINDS)})(\d+)\.(\d+)", what)
+    if not match or not peer.startswith(arrow) or tag[0] != "#" or buffer[0] != "@":
+        raise ValueError(items)
+    owner, share = int(match[2]), int(match[3])
+    names, rows, name = [], [], (owner, share)
+    for item in rest:
+        if item.startswith("+"):
+            other_owner, other_share = map(int, item[1:].split("."))
+            name = other_owner, other_share
+        else:
+            names.append(name)
+            rows.append(_range(item))
+    count = np.array([n for _, n in rows], dtype=np.int64)
+    low = np.array([a for a, _ in rows], dtype=np.int64)
+    several = len(rows) > 1
+    return Message(
+        int(peer[len(arrow) :]),
+        buffer[1:],
+        rows[0][0],
+        int(count.sum()),
+        KINDS.index(match[1]),
+        owner,
+        share,
+        int(tag[1:]),
+        Runs(low, np.cumsum(count) - count, count) if several else None,
+        tuple(names) if several else None,
+    )
+
+
+def _moved(make: type[Moved]) -> Callable[[int, list[str]], Moved]:
+    def parse(step: int, items: list[str]) -> Moved:
+        source, arrow, target, *rest = items
+        if arrow != "->":
+            raise ValueError(items)
+        return make(step, source, target, _moved_rows(rest))
+
+    return parse
+
+
+def _attend(step: int, items: list[str], *, backward: bool) -> Attend:
+    kv, rows, *rest = items
+    if kv != "kv":
+        raise ValueError(items)
+    sections: list[tuple[str, list[str]]] = []
+    for item in rest:
+        if item[0].isdigit():
+            sections[-1][1].append(item)
+        else:
+            sections.append((item, []))
+    gather, grads = None, []
+    calls: list[tuple[bool, list[str], int]] = []
+    for name, texts in sections:
+        if name == "gather":
+            pieces = [np.arange(low, low + count) for low, count in map(_range, texts)]
+            gather = np.concatenate([np.zeros(0, dtype=np.int64), *pieces])
+        elif name in ("causal", "full"):
+            calls.append((name == "causal", texts, 0))
+        elif name == "inverse_causal":
+            causal, before, _ = calls.pop()
+            calls.append((causal, before + texts, len(texts)))
+        elif name == "dkv":
+            grads.append(_moved_rows(texts))
+        else:
+            raise ValueError(name)
+    return Attend(
+        step, *_range(rows), gather, tuple(_call(*call) for call in calls), tuple(grads), backward
+    )
+
+
+def _call(causal: bool, texts: list[str], inverse_causal: int) -> Call:
+    sides = [(*_range(q), *_range(k)) for q, k in (text.split("x") for text in texts)]
+    sequences = Sequences(*np.array(sides, dtype=np.int64).reshape(-1, 4).T)
+    return call_of(causal, sequences, inverse_causal)
+
+
+def call_of(causal: bool, sequences: Sequences, inverse_causal: int) -> Call:
+    """A call, and where its output rows go."""
+    q_runs = end_to_end(sequences.q_lo, sequences.q_n)
+    k_runs = end_to_end(sequences.k_lo, sequences.k_n)
+    return Call(causal, sequences, q_runs, k_runs, inverse_causal)
+
+
+def _all_gather(step: int, items: list[str]) -> AllGather:
+    _, own, _, ranks, _, rows = items
+    return AllGather(step, _range(own)[1], int(rows), int(ranks))
+
+
+_PARSERS: dict[str, Callable[[int, list[str]], Instruction]] = {
+    "SEND": lambda step, items: Send(step, _message(items, "->")),
+    "RECV": lambda step, items: Recv(step, _message(items, "<-")),
+    "POST": lambda step, items: Post(step, items[0], tuple(map(KINDS.index, items[1:]))),
+    "ALL_GATHER": _all_gather,
+    "WAIT": lambda step, items: Wait(step),
+    "UNPACK": lambda step, items: Unpack(step, items[1], _rows(items[2:])),
+    "PACK": _moved(Pack),
+    "ZERO": lambda step, items: Zero(step, items[0], _rows(items[1:])),
+    "ATTEND": lambda step, items: _attend(step, items, backward=False),
+    "ATTEND_BACKWARD": lambda step, items: _attend(step, items, backward=True),
+    "ADD": _moved(Add),
+    "MERGE": _moved(Merge),
+    "FREE": lambda step, items: Free(step, items[0], _rows(items[1:])),
+}

@@ -333,7 +333,11 @@ class Exchange:
         )
 
     def post(
-        self, t: int, sends_listed: Sequence[Message], recvs_listed: Sequence[Message], buffers: Buffers
+        self,
+        t: int,
+        sends_listed: Sequence[Message],
+        recvs_listed: Sequence[Message],
+        buffers: Buffers,
     ) -> Wait:
         """Start the step's sends and receives; the returned function waits for all of them."""
         recvs, landing = packed_messages(recvs_listed, buffers, receive=True)

@@ -73,7 +73,7 @@ class Context:
     Attributes:
         exchange: the ranks that share a packed sequence; None: this process alone.
         ulysses: the exchange of heads for tokens around it, with `intra` above 1.
-        note: what all ranks must agree on before the backward pass exchanges anything.
+        signature: what all ranks must agree on before the backward pass exchanges anything.
     """
 
     plan: Plan
@@ -84,7 +84,7 @@ class Context:
     grad_comm_dtype: torch.dtype | None = None
     keep_kv: bool = False
     ulysses: Ulysses | None = None
-    note: Mapping[str, str] | None = None
+    signature: Mapping[str, str] | None = None
 
     def program(self, *, backward: bool) -> Program:
         return program_of(
@@ -257,9 +257,7 @@ METHODS: dict[type[Instruction], Callable[[Executor, Any], None]] = {
 class ForwardExecutor(Executor):
     """The forward pass; see `run_forward`."""
 
-    def __init__(
-        self, ctx: Context, program: Program, q: Tensor, kv: Tensor, dim: int
-    ) -> None:
+    def __init__(self, ctx: Context, program: Program, q: Tensor, kv: Tensor, dim: int) -> None:
         self.dtype, self.dim = _compute_dtype(ctx, program, q), dim
         self.queries = Queries(program, [q], self.dtype)
         (self.q,) = self.queries.rows
@@ -355,9 +353,7 @@ class BackwardExecutor(Executor):
             "dkv": self.dkv,
             "dkv_recv": kv.new_empty((program.grad_receive_rows, *kv.shape[1:]), dtype=sent),
             "dq": self.dq,
-            "partial_recv": q.new_empty(
-                (program.received_partial_rows, *q.shape[1:]), dtype=sent
-            ),
+            "partial_recv": q.new_empty((program.received_partial_rows, *q.shape[1:]), dtype=sent),
         }
         super().__init__(ctx, program, buffers | self.queries.buffers)
 
@@ -468,8 +464,8 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[None, Tensor, Tensor, Tensor]:
         run, ulysses = ctx.run, ctx.run.ulysses
-        if run.exchange and run.note:
-            run.exchange.handshake(run.note, begins=False)
+        if run.exchange and run.signature:
+            run.exchange.handshake(run.signature, begins=False)
         with _no_autocast(dout):
             q, k, v, out, lse, *kept = ctx.saved_tensors
             if ulysses:
