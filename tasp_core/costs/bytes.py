@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..lowering.program import Program
+from ..lowering.program import Program, Recv, Send
 from ..planning.heads import Heads
 from ..planning.plan import Plan
 from ..schedules import DKV, KV, Q
@@ -63,11 +63,9 @@ class RowBytes(NamedTuple):
 
 def wire_bytes(program: Program, row: RowBytes, *, sent: bool, backward: bool) -> int:
     """Bytes a program sends or receives."""
-    total = sum(
-        m.count * row.of_kind(m.kind, backward)
-        for step in program.steps
-        for m in (step.sends if sent else step.recvs)
-    )
+    op = Send if sent else Recv
+    messages = (i.message for i in program.instructions if isinstance(i, op))
+    total = sum(m.count * row.of_kind(m.kind, backward) for m in messages)
     if program.collective:  # every rank's padded rows go to every other rank
         total += program.gathered_rows * (program.ranks - 1) * row.kv
     return total
