@@ -15,7 +15,8 @@ from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import execute
 from tasp_core.runtime.exchange import Exchange
-from tasp_core.schedules import DQ, KV, OUT, AllGather, Hops, Q
+from tasp_core.schedules import DQ, KV, OUT, Hops, Q
+from tasp_core.schedules.wave import AllGather
 
 DOCS = tasp.Documents.of([13, 140, 7])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
@@ -163,7 +164,7 @@ class Odd(AllGather):
         return self.library
 
     def forward(self, rank):
-        table = Hops.parse(self.words)
+        table = Hops.parse(self.lines)
         return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
 
     def gradients(self, rank):
@@ -174,7 +175,7 @@ def gathering(*changes, library="all_gather"):
     p = PLANS["all_gather"]
     words = [w for w in p.hops().lines() if w not in [old for old, _ in changes]]
     words += [new for _, new in changes if new]
-    return dataclasses.replace(p, schedule=Odd(4, 4, words=tuple(words), library=library))
+    return dataclasses.replace(p, schedule=Odd(4, 4, lines=tuple(words), library=library))
 
 
 @pytest.mark.parametrize(

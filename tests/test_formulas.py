@@ -26,7 +26,7 @@ def counted(p: tasp.Plan) -> tuple[list[int], int]:
         for b, programs in enumerate(passes)
     ]
     held = [
-        x.kv_buffer_rows * ROW.kv + x.remote_query_rows * (ROW.q[0] + ROW.found[0])
+        x.kv_buffer_rows * ROW.kv + x.remote_query_rows * (ROW.q[0] + ROW.partial[0])
         for x in passes[0]
     ]
     return sent, max(held)

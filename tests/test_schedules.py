@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasp_core import Machine, PlanError, check, decompose, machine, plan
-from tasp_core.schedules import SCHEDULES, Hops, best_twins, build
+from tasp_core.schedules import SCHEDULES, Hops, build
+from tasp_core.schedules.wave import best_twins
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 NUMBER = st.integers(0, 2**40)
@@ -255,7 +256,7 @@ def test_ring_gradients_ride_one_hop_behind_and_close_the_ring(n):
         ("wave", "mesh4x2", {"twins": -1}, "twins must be a whole number >= 0, got -1"),
         ("spiral", "mesh4", None, "no schedule 'spiral'; known are ring"),
         ("tasp_paths", "mesh4", None, "at least 2 nodes, got 1"),
-        ("tasp_rails", "mesh3x2", None, "even number of ranks a node, got 3"),
+        ("tasp_rails", "mesh3x2", None, "even number of ranks per node, got 3"),
     ],
 )
 def test_options_and_machines_that_do_not_fit(name, where, options, reason):

@@ -97,7 +97,7 @@ def test_the_planner_s_own_words_stand_in_the_figure_s_place():
     with pytest.raises(tasp.PlanError) as error:
         tasp.plan([1024], 6, schedule="tasp_paths", machine="mesh3x2")
     assert explorer.error == str(error.value)
-    assert "even number of ranks a node, got 3" in explorer.area.value
+    assert "even number of ranks per node, got 3" in explorer.area.value
     assert explorer._repr_mimebundle_()["text/plain"] == explorer.error
     explorer.controls["ranks"].value = 4
     assert (
