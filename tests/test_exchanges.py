@@ -164,7 +164,7 @@ class Odd(AllGather):
         return self.library
 
     def forward(self, rank):
-        table = Hops.parse(self.lines)
+        table = Hops.parse(self.words)
         return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
 
     def gradients(self, rank):
@@ -175,7 +175,7 @@ def gathering(*changes, library="all_gather"):
     p = PLANS["all_gather"]
     words = [w for w in p.hops().lines() if w not in [old for old, _ in changes]]
     words += [new for _, new in changes if new]
-    return dataclasses.replace(p, schedule=Odd(4, 4, lines=tuple(words), library=library))
+    return dataclasses.replace(p, schedule=Odd(4, 4, words=tuple(words), library=library))
 
 
 @pytest.mark.parametrize(

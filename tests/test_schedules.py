@@ -132,7 +132,7 @@ def test_wave_is_the_theory(m, u, g, b):
 
 @pytest.mark.parametrize(("m", "u", "g", "b"), WAVES)
 def test_wave_gradients_come_home_as_early_as_they_can(m, u, g, b):
-    """Where every peer is a twin (no fan past the own node), rails wait two steps more."""
+    """Where chunks reach every peer duplicated (no broadcast in other nodes), rails wait two steps more."""
     forward, backward = wave_rows(m, u, g, b)
     parts = max(b, 1)
 
@@ -184,7 +184,7 @@ def test_wave_steps_loads_messages_and_buffers(m, u, g, b):
 
 
 @pytest.mark.parametrize(("m", "u"), [(1, 4), (2, 2), (3, 2), (4, 1), (4, 2), (2, 5)])
-def test_wave_keeps_its_promise_of_memory(m, u):
+def test_wave_keeps_its_declared_buffer(m, u):
     for b in (0, 1, m - 1) if m > 1 and u > 1 else (0,):
         for g in (1, 2, m * u - 1):
             how = {"machine": f"mesh{m}x{u}", "schedule_options": {"blocks": g, "twins": b}}

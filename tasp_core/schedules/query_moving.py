@@ -144,7 +144,7 @@ class Mesh(RankPairs):
 
     name = "mesh"
     order = 120
-    example = Example("mesh6", steps=3, causal=False, options={"rows": 2})
+    example = Example("mesh6", steps=4, causal=False, options={"rows": 2})
 
     @classmethod
     def resolve(

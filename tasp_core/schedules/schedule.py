@@ -265,7 +265,7 @@ class Schedule(ABC):
         return _remake, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Local borders of a rank's shares, int64 [parts, shares + 1]; share j has sub-chunk j of each part."""
+        """Local borders of a rank's shares, int64 [parts, shares + 1]; share j has slice j of each part."""
         return layout.share_cuts(rank, self.num_shares)
 
     @property

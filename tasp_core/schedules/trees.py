@@ -201,7 +201,7 @@ class Trees(Schedule):
 
     name = "trees"
     order = 80
-    example = Example("a100_pcie", steps=12, options={"shares": 2, "steps": 2})
+    example = Example("a100_pcie", steps=8, options={"shares": 2, "steps": 2})
 
     @classmethod
     def resolve(

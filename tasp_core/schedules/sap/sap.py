@@ -78,7 +78,7 @@ class Sap(Routed):
 
     name = "sap"
     order = 130
-    example = Example("mesh2x2", steps=2, lengths=(30, 9, 25), layout="balanced")
+    example = Example("mesh2x2", steps=5, lengths=(30, 9, 25), layout="balanced")
 
     @classmethod
     def resolve(
