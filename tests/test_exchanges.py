@@ -18,7 +18,8 @@ from tasp_core.lowering.lower import lower
 from tasp_core.lowering.program import Post
 from tasp_core.runtime import execute
 from tasp_core.runtime.exchange import GlooExchange
-from tasp_core.schedules import DQ, KV, OUT, AllGather, Hops, Q
+from tasp_core.schedules import DQ, KV, OUT, Hops, Q
+from tasp_core.schedules.wave import AllGather
 
 DOCS = tasp.Documents.of([13, 140, 7])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)

@@ -324,7 +324,7 @@ def test_a_step_before_the_first():
 
     p = plan([64], 4, schedule="ring")
     with pytest.raises(PlanError, match=r"a step outside 0\.\.999999 at t-1 0>1 kv0.0"):
-        check(replace(p, schedule=Early(4, 4, words=tuple(p.hops(backward=True).lines()))))
+        check(replace(p, schedule=Early(4, 4, lines=tuple(p.hops(backward=True).lines()))))
 
 
 def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
@@ -339,7 +339,7 @@ def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
             return Hops.parse(words)
 
     p = plan([64], 4, schedule="ring")
-    wrong = replace(p, schedule=Both(4, 4, words=tuple(p.hops(backward=True).lines())))
+    wrong = replace(p, schedule=Both(4, 4, lines=tuple(p.hops(backward=True).lines())))
     with pytest.raises(
         PlanError, match=r"step 1, .* sends nothing, the table of all ranks has kv3.0 \("
     ):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Plan
-from tasp_core.schedules import KV, RingSchedule
+from tasp_core.schedules import KV
+from tasp_core.schedules.ring import RingSchedule
 
 from .colours import INK, colour, mix
 from .figure import Figure

@@ -14,7 +14,7 @@ from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from ..planning.heads import Heads, split_heads
 from ..planning.plan import Plan
-from ..schedules import KINDS, Hops, build
+from ..schedules import KINDS, Hops
 from .bytes import BYTES, RowBytes
 
 
@@ -177,7 +177,7 @@ def gathered(plan: Plan, machine: Machine, sizes: Sizes) -> tuple[Traffic, float
         src, turns = np.arange(n), n - 1
         dst, times = (src + 1) % n, np.full_like(src, n - 1)
     else:  # each rank's rows once to every node, and from there to the node's ranks
-        hops = build("wave", plan.machine, {"blocks": 1, "twins": 0}).forward(None)
+        hops = plan.schedule.collective_hops(plan.machine.node_size)
         pair, times = np.unique(hops.src * n + hops.dst, return_counts=True)
         src, dst, turns = pair // n, pair % n, machine.num_nodes
     member = np.tile(np.arange(a), len(src))
