@@ -16,6 +16,7 @@ import numpy as np
 
 from tasp_core import Plan, Program, lower
 from tasp_core.schedules import DKV, DQ, KINDS, KV, OUT, Q
+from tasp_core.schedules.counts import last_uses
 
 from .colours import colour, ink, mix
 from .figure import Figure, few_enough
@@ -101,11 +102,10 @@ def held(plan: Plan, program: Program, kind: int, *, backward: bool) -> list[Spa
     sends = table.where((table.src == rank) & np.isin(table.kind, leaves))
     keys = (met.owner, met.share) if kind == KV else (met.q_owner, met.q_share)
     uses = ((sends.owner, sends.share, sends.step), (*keys, met.step))
-    last_use: dict[tuple[int, ...], int] = {}
-    for *key, t in np.concatenate([np.stack(use, axis=1) for use in uses]).tolist():
-        last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
+    places = np.zeros((program.ranks, plan.schedule.num_shares), dtype=np.int64)
+    last_use = last_uses(places, *uses)
     return [
-        Span(kind, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
+        Span(kind, owner, share, low, count, t, max(t + 1, int(last_use[owner, share])))
         for t, owner, share, low, count in placed(plan, program, kind, backward=backward)
     ]
 

@@ -32,6 +32,7 @@ from ..machines.machine import Machine
 from ..planning.plan import Plan
 from ..planning.work import Work, work_of
 from ..schedules import DKV
+from ..schedules.counts import load_rows, load_table
 from .bytes import BACKWARD, FORWARD
 from .traffic import Sizes, Traffic, charge, gathered, sum_bytes, traffic_of, ulysses
 
@@ -208,11 +209,12 @@ def _rank_symmetric(plan: Plan, machine: Machine) -> bool:
 
 
 def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.ndarray:
-    """Sums of the rows' values, by rank at either end and step."""
-    total = np.zeros((ranks, steps))
-    for end in (traffic.src, traffic.dst):
-        np.add.at(total, (end, traffic.step), values)
-    return total
+    """Sums of the values of messages by rank, as sender or receiver, and step."""
+    shape, values = (ranks, steps), values.astype(float)
+    sent, received = (
+        load_table(shape, end, traffic.step, amount=values) for end in (traffic.src, traffic.dst)
+    )
+    return sent + received
 
 
 def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.ndarray:
@@ -275,11 +277,10 @@ def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:
     """Bytes of all resources, from what rank 0 sends: every rank sends alike."""
     n, m, u = machine.ranks, machine.node_size, machine.num_nodes
     mine = traffic.src == 0
-    to, at = np.unique(traffic.dst[mine], return_inverse=True)
-    nbytes = np.bincount(at, weights=traffic.nbytes[mine]).tolist()
+    (to,), [nbytes] = load_rows((traffic.dst[mine],), traffic.nbytes[mine])
     total: dict[str, float] = {}
     for src in range(n):
-        for dst, size in zip(to.tolist(), nbytes, strict=True):
+        for dst, size in zip(to.tolist(), nbytes.tolist(), strict=True):
             node, local = (src // m + dst // m) % u, (src + dst) % m
             for name in machine.resources(src, node * m + local):
                 total[name] = total.get(name, 0.0) + size

@@ -15,6 +15,7 @@ from ..machines.machine import Machine
 from ..planning.heads import Heads, split_heads
 from ..planning.plan import Plan
 from ..schedules import KINDS, Hops, build
+from ..schedules.counts import load_rows, load_table
 from .bytes import BYTES, RowBytes
 
 
@@ -59,11 +60,11 @@ class Sizes(NamedTuple):
         """Key and value elements of one token of one member."""
         return 2 * (part.kv_high - part.kv_low) * self.head_dim * self.batch
 
-    def rows(self, part: Heads, backward: bool) -> dict[int, int]:
-        """Bytes of one token by kind of message."""
+    def row_bytes(self, part: Heads, backward: bool) -> list[int]:
+        """Bytes of one token in a message, by kind of message (kv, dkv, q, out, dq)."""
         heads, kv_heads = part.q_high - part.q_low, part.kv_high - part.kv_low
         row = RowBytes.of(heads, kv_heads, self.head_dim, self.item)
-        return {k: row.of_kind(k, backward) * self.batch for k in range(len(KINDS))}
+        return [row.of_kind(kind, backward) * self.batch for kind in range(len(KINDS))]
 
 
 class Traffic(NamedTuple):
@@ -83,32 +84,23 @@ class Traffic(NamedTuple):
 
 def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
     """Bytes and messages of hops between groups, for every member of the groups."""
-    inner, a = plan.context_plan, plan.intra
+    subchunks, degree = plan.context_plan.subchunks, plan.intra
     tokens = np.zeros(len(hops.step), dtype=np.int64)
     messages = np.zeros_like(tokens)
-    for part in range(inner.subchunks.parts):
-        count = inner.subchunks.count[inner.subchunk_of(hops, part)]
+    for part in range(subchunks.parts):
+        count = subchunks.count[plan.context_plan.subchunk_of(hops, part)]
         tokens += count
         messages += count > 0
-    some = messages > 0
-    hops, tokens, messages = hops.where(some), tokens[some], messages[some]
-    new = np.ones(len(hops.step), dtype=bool)
-    new[1:] = np.any([np.diff(c) != 0 for c in hops[:3]], axis=0)
-    first = np.flatnonzero(new)
-
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values, first) if len(first) else values
-
-    step, src, dst = (c[first] for c in hops[:3])
-    number = total(messages)
-    per = [
-        sum(total(tokens * (hops.kind == kind)) * size for kind, size in row.items())
-        for row in (sizes.rows(part, backward) for part in sizes.parts)
-    ]
-    member = np.tile(np.arange(a), len(step))
-    step, src, dst, number = (np.repeat(c, a) for c in (step, src, dst, number))
-    nbytes = np.stack(per, axis=1).ravel().astype(float) if len(step) else np.zeros(0)
-    return Traffic(step, src * a + member, dst * a + member, nbytes, number)
+    filled = messages > 0
+    hops, tokens, messages = hops.where(filled), tokens[filled], messages[filled]
+    row_bytes = (np.array(sizes.row_bytes(heads, backward)) for heads in sizes.parts)
+    (step, src, dst), [messages, *member_bytes] = load_rows(
+        (hops.step, hops.src, hops.dst), messages, *(tokens * row[hops.kind] for row in row_bytes)
+    )
+    member = np.tile(np.arange(degree), len(step))
+    step, src, dst, messages = (np.repeat(c, degree) for c in (step, src, dst, messages))
+    nbytes = np.stack(member_bytes, axis=1).ravel().astype(float)
+    return Traffic(step, src * degree + member, dst * degree + member, nbytes, messages)
 
 
 @lru_cache(maxsize=16)
@@ -147,12 +139,10 @@ def charge(machine: Machine, traffic: Traffic) -> Charge:
     table = np.array([w + [spare] * (width - len(w)) for w in ways]).reshape(len(ways), width)
     capacity = np.array([*map(machine.capacity_gbps, numbers), np.inf]) * 1e9
     used = table[at]
-    load = np.zeros(traffic.steps * (spare + 1))
-    seconds = np.zeros(len(at))
+    shape, seconds = (traffic.steps, spare + 1), np.zeros(len(at))
+    loads = np.zeros(shape)
     for k in range(width):
-        key = traffic.step * (spare + 1) + used[:, k]
-        load += np.bincount(key, weights=traffic.nbytes, minlength=len(load))
-    loads = load.reshape(-1, spare + 1)
+        loads += load_table(shape, traffic.step, used[:, k], amount=traffic.nbytes)
     busy = loads / capacity
     if machine.burst_bytes:
         busy = _forgiven(busy, machine.burst_bytes / capacity)

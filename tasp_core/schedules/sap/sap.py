@@ -29,6 +29,7 @@ import numpy as np
 from ...errors import PlanError, check_int
 from ...sequence.layouts import Layout, Pieces
 from ...sequence.tiles import pair_table, take, working_order
+from ..counts import load_table
 from ..hops import KV, NO_OFFLOADED, Hops, OffloadedPairs, Q
 from ..routed import Routed, Routes, busiest, complete
 from ..schedule import DeclaredLimits
@@ -222,7 +223,7 @@ class Sap(Routed):
         slack = 2 * 3 * max(1, self._budget // SPLIT) if self._budget < 8 * SPLIT else 0
         q = forward.where(forward.kind == Q)  # all come in the first step
         size = self._wants.shares.size[np.searchsorted(self._wants.shares.owner, q.owner) + q.share]
-        remote_queries = int(np.bincount(q.dst, size, minlength=1).max())
+        remote_queries = int(load_table((self.ranks,), q.dst, amount=size).max())
         return DeclaredLimits(
             link, across, (2 * self._budget + slack) / largest, remote_queries / largest
         )
