@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..machines.machine import Machine
+from ..machines.presets import as_machine
 from ..planning.plan import Plan, between_groups, make_plan
 from ..schedules import schedules
 from ..schedules.paced import MOST_NODES, best_pace
@@ -95,7 +97,7 @@ class Choice:
 
 def select(
     docs: Documents,
-    machine: Machine,
+    machine: Machine | str | Path,
     *,
     heads: int,
     kv_heads: int | None = None,
@@ -111,18 +113,20 @@ def select(
     """The plan with the least simulated time, forward or, with `backward`, of both passes.
 
     Args:
+        machine: a Machine, or a name or path as for `tasp_core.machine`.
         heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
         schedule, layout, intra: fixed ones; default: all that may win.
         buffer_bytes: the most a rank may hold besides its own tensors.
 
     Raises:
         PlanError: nothing works; each candidate's reason is told.
+        TopologyError: no machine of this name.
 
-    >>> from tasp_core import machine
-    >>> chosen = select(Documents.of([65536]), machine("mesh8"), heads=32, kv_heads=8, head_dim=128)
+    >>> chosen = select(Documents.of([65536]), "mesh8", heads=32, kv_heads=8, head_dim=128)
     >>> chosen.plan.schedule.name, chosen.plan.ranks
     ('wave', 8)
     """
+    machine = as_machine(machine)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
     asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
@@ -259,7 +263,9 @@ def _judge(
     limits = made.schedule.limits
     kv = max(map(width.kv, width.parts)) * limits.buffer * (made.context_plan.ranks > 1)
     kv += (
-        max(map(width.q, width.parts)) * limits.remote_queries * (1 + width.wide / width.item)
+        max(map(width.q, width.parts))
+        * limits.remote_queries
+        * (1 + width.accumulator_bytes / width.item)
     )  # and answers
     gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
     row = row._replace(
