@@ -20,10 +20,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..machines.machine import Machine
+from ..machines.presets import as_machine
 from ..planning.plan import Plan, between_groups, make_plan
 from ..schedules import SCHEDULES
 from ..sequence.documents import Documents
@@ -97,7 +99,7 @@ class Choice:
 
 def select(
     docs: Documents,
-    machine: Machine,
+    machine: Machine | str | Path,
     *,
     heads: int,
     kv_heads: int | None = None,
@@ -113,6 +115,7 @@ def select(
     """The plan with the least simulated time, forward or, with `backward`, of both passes.
 
     Args:
+        machine: a Machine, or a name or path as for `tasp_core.machine`.
         heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
         dtype: of the tensors: float16, bfloat16, float32 or float64. batch: packed sequences.
         backward: add the time of the backward pass.
@@ -121,12 +124,13 @@ def select(
 
     Raises:
         PlanError: no candidate works; the message has each one's reason.
+        TopologyError: no machine has this name.
 
-    >>> from tasp_core import machine
-    >>> chosen = select(Documents.of([65536]), machine("mesh8"), heads=32, kv_heads=8, head_dim=128)
+    >>> chosen = select(Documents.of([65536]), "mesh8", heads=32, kv_heads=8, head_dim=128)
     >>> chosen.plan.schedule.name, chosen.plan.ranks
     ('wave', 8)
     """
+    machine = as_machine(machine)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
     asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
@@ -248,7 +252,7 @@ def _measured(
     width, part = Sizes.of(made, **sizes), made.context_plan.layout.counts.max()
     limits = made.schedule.limits
     kv = max(map(width.kv, width.parts)) * limits.buffer * (made.context_plan.ranks > 1)
-    partial = width.wide / width.item  # of remote queries, beside the queries
+    partial = width.accumulator_bytes / width.item  # of remote queries, beside the queries
     kv += max(map(width.q, width.parts)) * limits.remote_queries * (1 + partial)
     gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
     row = row._replace(

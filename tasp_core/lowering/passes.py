@@ -661,7 +661,8 @@ def _draft_lines(draft: Draft) -> list[Line]:
 
 def _transfer_lines(draft: Draft) -> list[Line]:
     """One line for each share that is sent or received."""
-    lines, posted = [], draft.posted
+    lines: list[Line] = []
+    posted = draft.posted
     columns = (posted.step, posted.src, posted.dst, posted.kind, posted.owner, posted.share)
     if not len(posted.step):
         return lines

@@ -24,6 +24,7 @@ import numpy as np
 from ..errors import PlanError
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
+from .counts import last_uses, live_table
 from .schedule import DeclaredLimits, Example, option
 from .wave import Times, Wave, link_gbps
 
@@ -135,16 +136,13 @@ def _search(machine: Machine, kv_bytes: float, buffer_kv: float) -> tuple[int, i
 
 def most_held(arcs: ArcSteps, m: int, shares: int) -> float:
     """The most KV of other ranks that a rank holds, as a multiple of its own; equal on all ranks."""
-    steps, u = len(arcs.loads), len(arcs.rail)
-    change = np.zeros(steps + 2, dtype=np.int64)
+    u = len(arcs.rail)
+    first, last = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
 
     def alive(births: list[int], *uses: list[int]) -> None:
-        last = np.asarray(births, dtype=np.int64) + 1
-        np.add.at(change, last - 1, 1)
-        for x in uses:
-            both = min(len(last), len(x))
-            last[:both] = np.maximum(last[:both], x[:both])
-        np.add.at(change, last + 1, -1)
+        first.append(np.asarray(births, dtype=np.int64))
+        used = (np.asarray(steps[: len(births)], dtype=np.int64) for steps in uses)
+        last.append(last_uses(first[-1] + 1, *((np.arange(len(x)), x) for x in used)))
 
     for j in range(u):
         twins = len(arcs.duplicate[1]) // max(1, m - 1) if u > 1 else 0
@@ -155,7 +153,9 @@ def most_held(arcs: ArcSteps, m: int, shares: int) -> float:
             alive(arcs.duplicate[j], onward)
         for d in range(m - 1):  # from each peer, its share s; the first ones go on as duplicates
             alive(arcs.broadcast[j], onward[d :: m - 1] if j == 0 else [])
-    return float(np.cumsum(change).max()) / shares
+    arrives, leaves = np.concatenate(first), np.concatenate(last)
+    live = live_table(1, np.zeros_like(arrives), arrives, leaves)
+    return float(live.max(initial=0)) / shares
 
 
 @dataclass(frozen=True)

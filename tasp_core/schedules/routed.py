@@ -17,6 +17,7 @@ import numpy as np
 from ..errors import PlanError
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
+from .counts import most_load
 from .hops import DKV, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
 from .schedule import DeclaredLimits, Schedule
 
@@ -138,13 +139,6 @@ def of_rank(table: Hops, rank: int | None) -> Hops:
 def busiest(hops: Hops, ranks: int, node_size: int) -> DeclaredLimits:
     """The most shares that a link, and a NIC, carries in one step."""
     inside = hops.src // node_size == hops.dst // node_size
-    link = _most(hops.step[inside], hops.src[inside] * ranks + hops.dst[inside])
-    across = max(_most(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
+    link = most_load(hops.step[inside], (hops.src * ranks + hops.dst)[inside])
+    across = max(most_load(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
     return DeclaredLimits(link, across, 0.0)
-
-
-def _most(step: np.ndarray, resource: np.ndarray) -> int:
-    """The most shares that one resource carries in one step."""
-    if not step.size:
-        return 0
-    return int(np.unique(np.stack([step, resource]), axis=1, return_counts=True)[1].max())

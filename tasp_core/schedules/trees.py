@@ -27,7 +27,9 @@ import numpy as np
 from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
+from .counts import last_uses, live_table
 from .hops import DKV, KV, Hops
+from .routed import busiest
 from .schedule import DeclaredLimits, Example, Schedule, option
 
 MOST_ARCS = 1 << 15
@@ -242,16 +244,12 @@ class Trees(Schedule):
         hops, n = self._search[0], self.ranks
         if not hops.step.size:
             return DeclaredLimits(1, 1, 0.0)
-        crossing = hops.src // self.node_size != hops.dst // self.node_size
-        last = np.zeros((n, n, self.shares), dtype=np.int64)
-        last[hops.dst, hops.owner, hops.share] = hops.step + 1
-        np.maximum.at(last, (hops.src, hops.owner, hops.share), hops.step)
-        change = np.zeros((n, int(hops.step.max()) + 3), dtype=np.int64)
-        np.add.at(change, (hops.dst, hops.step), 1)
-        np.add.at(change, (hops.dst, last[hops.dst, hops.owner, hops.share] + 1), -1)
-        across = max(_most(hops.where(crossing), end) for end in ("src", "dst"))
-        inside = _most(hops.where(~crossing), "both")
-        return DeclaredLimits(inside, across, float(np.cumsum(change, axis=1).max()) / self.shares)
+        computed = (hops.dst, hops.owner, hops.share, hops.step + 1)
+        sent_on = (hops.src, hops.owner, hops.share, hops.step)
+        last = last_uses(np.zeros((n, n, self.shares), dtype=np.int64), computed, sent_on)
+        live = live_table(n, hops.dst, hops.step, last[hops.dst, hops.owner, hops.share])
+        most = busiest(hops, n, self.node_size)
+        return most._replace(buffer=float(live.max()) / self.shares)
 
     def _of(self, table: Hops, rank: int | None) -> Hops:
         return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
@@ -268,11 +266,3 @@ class Trees(Schedule):
     def num_steps(self, *, backward: bool = False) -> int:
         step = self._search[0].step
         return (int(step.max()) + 1) * (1 + backward) + backward if step.size else 0
-
-
-def _most(hops: Hops, end: str) -> int:
-    """Most shares one link ("both" ends) or one rank's NIC carries in a step."""
-    who = hops.src * (1 << 20) + hops.dst if end == "both" else getattr(hops, end)
-    if not hops.step.size:
-        return 0
-    return int(np.unique(np.stack([hops.step, who]), axis=1, return_counts=True)[1].max())

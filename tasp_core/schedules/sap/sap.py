@@ -33,6 +33,7 @@ from ...errors import PlanError, check_int
 from ...machines.machine import Machine
 from ...sequence.layouts import Layout, Pieces
 from ...sequence.tiles import pair_table, take, working_order
+from ..counts import load_table
 from ..hops import KV, NO_OFFLOADED, Hops, OffloadedPairs, Q
 from ..routed import Routed, Routes, busiest, complete
 from ..schedule import DeclaredLimits, Example, option
@@ -248,7 +249,7 @@ class Sap(Routed):
         q = forward.where(forward.kind == Q)  # all arrive in the first step
         shares = self._requirements.shares
         size = shares.size[np.searchsorted(shares.owner, q.owner) + q.share]
-        remote_queries = int(np.bincount(q.dst, size, minlength=1).max())
+        remote_queries = int(load_table((self.ranks,), q.dst, amount=size).max())
         return DeclaredLimits(
             link, across, (2 * self._budget + slack) / largest, remote_queries / largest
         )
