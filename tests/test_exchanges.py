@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from interpreter import assert_right, interpret
 import tasp_core as tasp
 from tasp_core import Plan, PlanError, check
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
+from tasp_core.lab.bench.one_process import Clock, InProcessExchange, Mailbox
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import execute
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import GlooExchange
 from tasp_core.schedules import DQ, KV, OUT, AllGather, Hops, Q
 
 DOCS = tasp.Documents.of([13, 140, 7])
@@ -99,6 +101,41 @@ def test_bits_do_not_depend_on_the_exchange(name):
         assert all(map(torch.equal, single, packed))
 
 
+# ---- another exchange in the place of a process group
+
+
+def in_process(p):
+    """Every rank's output of `attention` itself, over messages that are copies in this process."""
+    mailbox = Mailbox(Clock(torch.device("cpu")))
+
+    def one(rank):
+        q, k, v = (tasp.shard(x, p, rank) for x in INPUTS.tensors()[:3])
+        with mailbox.lock, torch.no_grad():
+            return tasp.attention(q, k, v, p, InProcessExchange(mailbox, rank, p.ranks))
+
+    with ThreadPoolExecutor(p.ranks) as pool:
+        return list(pool.map(one, range(p.ranks)))
+
+
+@pytest.mark.parametrize("name", ["wave", "mesh", "sap"])  # as all-to-alls, too
+def test_attention_takes_any_exchange(name):
+    p = PLANS[name]
+    alone = tasp.attention(*INPUTS.tensors()[:3], tasp.plan(DOCS, 1))
+    torch.testing.assert_close(tasp.unshard(in_process(p), p), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("p", "reason"),
+    [
+        (PLANS["all_gather"], "InProcessExchange has no all-gather"),
+        (tasp.plan(DOCS, 4, intra=2), "InProcessExchange exchanges no heads and tokens"),
+    ],
+)
+def test_what_an_exchange_does_not_do_is_refused(p, reason):
+    with pytest.raises(PlanError, match=reason):
+        in_process(p)
+
+
 # ---- what is not carried
 
 
@@ -116,11 +153,11 @@ def test_kinds_that_a_schedule_does_not_name_are_refused(name, lost, monkeypatch
         for t, s in enumerate(program.steps)
         if any(m.kind == lost for m in (*s.sends, *s.recvs))
     )
-    exchange = Exchange.__new__(Exchange)
+    exchange = GlooExchange.__new__(GlooExchange)
     exchange.rank = 0
     word = {Q: "q", OUT: "out"}[lost]
     with pytest.raises(PlanError, match=rf"step {t}: {word}\d\.0 is to move, .* carries kv"):
-        exchange.post_all_to_all(t, step, {"kv": torch.zeros(1)}, program.kinds)
+        exchange.post_all_to_all(t, step.sends, step.recvs, {"kv": torch.zeros(1)}, program.kinds)
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,12 @@ def test_results_keep_measured_modelled_and_quoted_apart(tmp_path):
 def test_results_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="of kind 'x'; known are demo, packed, overhead"):
         results(result(tmp_path))
-    with pytest.raises(ValueError, match="no 'rows' of 'rows' here; there is schema, kind"):
+    with pytest.raises(ValueError, match="there is no 'rows' of 'rows', only schema, kind"):
         results(result(tmp_path), [View("rows", (), "", "s", "measured", "t")])
     for text, what in (
         ("{", "is not JSON"),
-        ("[1]", "no result file"),
-        ('{"schema": 2}', "no result"),
+        ("[1]", "not a result file"),
+        ('{"schema": 2}', "not a result file"),
     ):
         (tmp_path / "b.json").write_text(text)
         with pytest.raises(ValueError, match=what):

@@ -67,7 +67,8 @@ STAYS = {
 PER = re.compile(
     r"\b(steps?|shares?|tokens?|bytes|messages?|ranks|hops?|calls?|seconds|time|rows?|queries|documents?|pairs"
     r"|lines?|NICs?|kernels?|samples?|runs?|processes|objects?|ms|GB|MB)"
-    r" an? (rank|link|step|node|pass|document|core|share|token|NIC|message|call|second|query|layer|line|run)\b"
+    r" an? (rank|link|step|node|pass|document|core|share|token|NIC|message|call|second|query|layer|line"
+    r"|run)\b"
 )
 
 

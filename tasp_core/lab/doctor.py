@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ..kernels import flash
 from ..result_file import environment
-from ..runtime.exchange import over_nccl
 from ..runtime.launch import launch
+from ..runtime.process_group import over_nccl
 
 OPTIONAL = ("transformers", "accelerate", "safetensors", "flash-attn")
 TOPOLOGY = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))

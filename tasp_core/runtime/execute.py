@@ -57,7 +57,7 @@ class Context:
     Attributes:
         exchange: the ranks that share a row; None: this process alone.
         ulysses: the exchange of heads for tokens around it, with `intra` above 1.
-        note: what all ranks must agree on before the backward pass exchanges anything.
+        signature: what all ranks must agree on before the backward pass exchanges anything.
     """
 
     plan: Plan
@@ -68,7 +68,7 @@ class Context:
     grad_comm_dtype: torch.dtype | None = None
     keep_kv: bool = False
     ulysses: Ulysses | None = None
-    note: Mapping[str, str] | None = None
+    signature: Mapping[str, str] | None = None
 
     def program(self, *, backward: bool) -> Program:
         return program_of(
@@ -103,9 +103,9 @@ class Context:
             own, arena = buffers["kv"].split([program.tokens, program.kv_buffer_rows])
             return self.exchange.all_gather(own, arena, program.gathered_rows)
         if program.exchange == "p2p":
-            return self.exchange.post(t, step, buffers)
+            return self.exchange.post(t, step.sends, step.recvs, buffers)
         if program.exchange == "all_to_all":
-            return self.exchange.post_all_to_all(t, step, buffers, program.kinds)
+            return self.exchange.post_all_to_all(t, step.sends, step.recvs, buffers, program.kinds)
         raise PlanError(f"exchange must be one of {EXCHANGES}, got {program.exchange!r}")
 
 
@@ -347,8 +347,8 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[None, Tensor, Tensor, Tensor]:
         run, ulysses = ctx.run, ctx.run.ulysses
-        if run.exchange and run.note:
-            run.exchange.handshake(run.note, begins=False)
+        if run.exchange and run.signature:
+            run.exchange.handshake(run.signature, begins=False)
         with _no_autocast(dout):
             q, k, v, out, lse, *kept = ctx.saved_tensors
             if ulysses:

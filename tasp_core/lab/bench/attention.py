@@ -23,7 +23,7 @@ from ...runtime.launch import on_ranks
 from ...sequence.documents import Documents
 from .accuracy import Errors, Inputs, Reference, as_dict
 from .figures import Result, ccr, predictions, total
-from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
+from .passes import DIRECTIONS, Pass, Samples, in_turn, method_errors, slowest
 
 COMPARED = 8192  # up to so many tokens the output is compared as a whole
 QUERIES = 32  # of each rank that are compared in a longer sequence
@@ -132,7 +132,7 @@ def _one_length(
     full, short = passes(tokens), min(tokens, COMPARED)
     compared = full if short == tokens else passes(short)
     reference = Reference(compared[0].inputs, compared[0].plan.docs, backward=config.backward)
-    errors = held(compared, reference)
+    errors = method_errors(compared, reference)
     verdicts = []
     for one, error in zip(full, errors, strict=True):
         wrong = "" if error.ok else "an error is above its limit"

@@ -28,8 +28,9 @@ from ...errors import TopologyError
 from ...lowering.lower import lower
 from ...machines.machine import Machine
 from ...planner import plan
-from ...runtime.exchange import Way, backend_of, post
+from ...runtime.exchange import Transfer, exchange_of
 from ...runtime.launch import on_ranks
+from ...runtime.process_group import backend_of
 from ...sequence.documents import Documents
 from .accuracy import Inputs
 from .passes import DIRECTIONS, Pass
@@ -146,7 +147,7 @@ class Bench:
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
         """All pairs' transfers at once, each of `nbytes` in so many messages."""
 
-        def transfers(peers: list[int]) -> list[Way]:
+        def transfers(peers: list[int]) -> list[Transfer]:
             size = nbytes // messages
             return [
                 (torch.empty(size, dtype=torch.uint8, device=self.device), peer, tag)
@@ -156,7 +157,7 @@ class Bench:
 
         recvs = transfers([a for a, b in pairs if b == self.rank])
         sends = transfers([b for a, b in pairs if a == self.rank])
-        for work in post(self.group, recvs, sends):
+        for work in exchange_of(self.group, device=self.device).transfer(recvs, sends):
             work.wait()
 
     def timed(self, run: Callable[[], Any]) -> float:

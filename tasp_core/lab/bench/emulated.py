@@ -33,7 +33,7 @@ from .accuracy import Errors, Inputs, Reference, as_dict
 from .calibrate import Bench, kernels, messages
 from .emulated_cases import Case, cases, goals_of, table
 from .figures import Result, predictions
-from .passes import DIRECTIONS, Pass, Samples, held, in_turn, slowest
+from .passes import DIRECTIONS, Pass, Samples, in_turn, method_errors, slowest
 
 LENGTHS = (64, 128, 256, 512)  # of calibrated kernel calls, in tokens
 
@@ -219,7 +219,7 @@ def _rank(
     """Errors of every method and, if all are right, its samples on this rank."""
     kernel = Device(case.tflops) if case.tflops else "auto"
     passes = [Pass(p, rank, group, inputs, lambda: drain(group), kernel=kernel) for p in plans]
-    errors = held(passes, reference)
+    errors = method_errors(passes, reference)
     if not all(e.ok for e in errors):
         return [(e, {}) for e in errors]
     samples = in_turn(passes, modes=case.modes, backward=case.backward, repeats=case.repeats)
