@@ -28,16 +28,16 @@ demo: $(VENV)/.ok ## plan, prove, run and draw a small example: results/demo.jso
 	$(PY) -m tasp_core demo --out results/demo.json
 	$(PY) -m visualize results/demo.json -o results/demo.svg
 
-test: $(VENV)/.ok ## the test suite (minutes, two tests at a time: most of them wait for ranks or use one core)
+test: $(VENV)/.ok ## the test suite, two tests at a time (minutes)
 	$(PY) -m pytest -n 2 --dist worksteal
 
-test-full: $(VENV)/.ok ## the whole exactness matrix (longer)
+test-full: $(VENV)/.ok ## all schedules x layouts x masks against the reference (longer than make test)
 	$(PY) -m pytest -m full --timeout 3000
 
 test-browser: $(VENV)/.notebooks-ok ## notebooks in JupyterLab and Chromium (needs Debian's chromium)
 	$(PY) -m pytest -m browser tests/browser
 
-test-course: $(VENV)/.notebooks-ok ## every notebook of the course from top to bottom, learner's and solved (minutes)
+test-course: $(VENV)/.notebooks-ok ## run every notebook of the course, the learner's and the solved ones (minutes)
 	$(PY) -m pytest -m course tests/test_course.py
 
 test-fabric: $(VENV)/.ok ## real ranks over emulated links, timed (Linux; root or user namespaces)
@@ -50,21 +50,21 @@ test-hf: $(VENV)/.hf-ok ## the Hugging Face tests on an older transformers (minu
 	PYTHONPATH=$(VENV)/older $(PY) -m pytest -m "models or not models" tests/test_transformers.py tests/test_models.py \
 	    tests/test_inputs.py tests/test_trainer.py
 
-test-models: $(VENV)/.ok ## families of transformers against the stock model, and docs/models.md (minutes)
+test-models: $(VENV)/.ok ## model families of transformers with sequence parallelism against the stock model; docs/models.md (minutes)
 	$(PY) -m pytest -m models tests/test_models.py
 
 .PHONY: test-versions
 test-versions: $(VENV)/.ok ## oldest and newest dependencies, Python 3.11 to 3.13, from a wheel (minutes; downloads GBs)
 	$(PY) -m pytest -m versions tests/test_versions.py
 
-lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy, the floors (imports go down only)
+lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy, import layers
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
 
 .PHONY: test-slurm
-test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster in a box (root, slurm-wlm, munge; minutes)
+test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster on this machine (root, slurm-wlm, munge; minutes)
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
 docs: $(VENV)/.docs-ok ## the documentation as a static site in site/; a broken reference fails
@@ -83,11 +83,11 @@ notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab; its options: LAB
 course: $(VENV)/.notebooks-ok ## build the course: notebooks, HTML, slides, teacher's kit in notebooks/html (minutes)
 	$(PY) -m tasp_course.build --html
 
-bench: $(VENV)/.ok ## what the machinery itself costs: results/overhead.json
+bench: $(VENV)/.ok ## CPU time of attention on 4 ranks over that of a plain kernel: results/overhead.json
 	@mkdir -p results
 	$(PY) -m tasp_core bench overhead --out results/overhead.json
 
-fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (20 minutes, Linux): results/fabric.json
+fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and prediction (Linux, 20 minutes): results/fabric.json
 	@mkdir -p results
 	@why=$$($(PY) -c 'from tasp_core.lab.emulation.network import missing; print(missing() and missing(rootless=True))'); \
 	if [ -n "$$why" ]; then echo "SKIPPED: $$why"; else \

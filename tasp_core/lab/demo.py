@@ -40,73 +40,6 @@ METHODS = (  # label, schedule, layout, ranks per node (0: all)
 )
 
 
-class MethodResult(NamedTuple):
-    """One method's results."""
-
-    label: str
-    plan: Plan
-    report: Report
-    errors: Any
-    sent: dict[str, list[int]]
-    seconds: float
-
-
-def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
-    """q, k, v of packed real text, from a tiny Llama's first block, and the documents."""
-    torch.manual_seed(0)
-    ids, docs = manual_sequence(tokens)
-    embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
-    with torch.no_grad():
-        q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
-    return Inputs(q, k, v, torch.randn_like(q)), docs
-
-
-def attend_all(
-    inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
-) -> list[MethodResult]:
-    """Every method on real ranks, each compared with the reference."""
-    reference, rows = Reference(inputs, docs), []
-    for i, (label, schedule, layout, node) in enumerate(METHODS):
-        say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
-        machine = f"mesh{node}x{ranks // node}" if node else None
-        p = plan(docs, ranks, schedule=schedule, layout=layout, machine=machine)
-        errors, seconds = verify(p, inputs, reference=reference)
-        heads, head_dim = inputs.q.shape[1:]
-        sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
-        rows.append(MethodResult(label, p, check(p), errors, sent, max(seconds)))
-    return rows
-
-
-def _busiest(row: MethodResult) -> str:
-    """The link inside a node that carries most in all, and how much; "all" where all carry as much."""
-    hops, n = row.plan.hops(), row.plan.ranks
-    moved, kv_of_rank = row.plan.amounts(hops)
-    inside = hops.src // row.plan.machine.node_size == hops.dst // row.plan.machine.node_size
-    total = np.bincount((hops.src * n + hops.dst)[inside], moved[inside], minlength=n * n)
-    top = int(total.argmax())
-    name = "all" if row.report.min_load == row.report.max_load else f"{top // n}>{top % n}"
-    return f"{name} {total[top] / kv_of_rank:.3g} KV"
-
-
-def error_table(rows: list[MethodResult]) -> str:
-    """The demo's table of methods, 80 columns wide."""
-    lines = [
-        "forward and backward on real ranks, against the float64 reference",
-        f"{'method':<12} {'out':>7} {'grads':>7} {'/plain':>6}   {'MB sent':>5}  bwd  "
-        f"{'links':>6} {'busiest link':>12}   work",
-        f"{'':<12} {'error':>7} {'error':>7} {'':>6}   {'fwd':>5} {'':>5} {'busy':>7} {'':>12} max/mean",
-    ]
-    for row in rows:
-        e, r = row.errors, row.report
-        grads = max(e.ours[n] for n in ("dq", "dk", "dv"))
-        forward, backward = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
-        lines.append(
-            f"{row.label:<12} {e.ours['out']:>7.1e} {grads:>7.1e} {e.ratio:>5.2f}x   "
-            f"{forward:>5.2f} {backward:>5.2f}  {r.busy:>6.1%} {_busiest(row):>12} {r.balance:>8.3f}"
-        )
-    return "\n".join(lines)
-
-
 def demo(
     out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, steps: int = 30
 ) -> bool:
@@ -158,6 +91,73 @@ def demo(
     )
     say(f"{'all right' if right else 'WRONG'}; results in {out}")
     return right
+
+
+class MethodResult(NamedTuple):
+    """One method's results."""
+
+    label: str
+    plan: Plan
+    report: Report
+    errors: Any
+    sent: dict[str, list[int]]
+    seconds: float
+
+
+def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
+    """q, k, v of packed real text, from a tiny Llama's first block, and the documents."""
+    torch.manual_seed(0)
+    ids, docs = manual_sequence(tokens)
+    embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
+    with torch.no_grad():
+        q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
+    return Inputs(q, k, v, torch.randn_like(q)), docs
+
+
+def attend_all(
+    inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
+) -> list[MethodResult]:
+    """Every method on real ranks, each compared with the reference."""
+    reference, rows = Reference(inputs, docs), []
+    for i, (label, schedule, layout, node) in enumerate(METHODS):
+        say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
+        machine = f"mesh{node}x{ranks // node}" if node else None
+        p = plan(docs, ranks, schedule=schedule, layout=layout, machine=machine)
+        errors, seconds = verify(p, inputs, reference=reference)
+        heads, head_dim = inputs.q.shape[1:]
+        sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
+        rows.append(MethodResult(label, p, check(p), errors, sent, max(seconds)))
+    return rows
+
+
+def error_table(rows: list[MethodResult]) -> str:
+    """The demo's table of methods, 80 columns wide."""
+    lines = [
+        "forward and backward on real ranks, against the float64 reference",
+        f"{'method':<12} {'out':>7} {'grads':>7} {'/plain':>6}   {'MB sent':>5}  bwd  "
+        f"{'links':>6} {'busiest link':>12}   work",
+        f"{'':<12} {'error':>7} {'error':>7} {'':>6}   {'fwd':>5} {'':>5} {'busy':>7} {'':>12} max/mean",
+    ]
+    for row in rows:
+        e, r = row.errors, row.report
+        grads = max(e.ours[n] for n in ("dq", "dk", "dv"))
+        forward, backward = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
+        lines.append(
+            f"{row.label:<12} {e.ours['out']:>7.1e} {grads:>7.1e} {e.ratio:>5.2f}x   "
+            f"{forward:>5.2f} {backward:>5.2f}  {r.busy:>6.1%} {_busiest(row):>12} {r.balance:>8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _busiest(row: MethodResult) -> str:
+    """The link inside a node that carries most in all, and how much; "all" where all carry as much."""
+    hops, n = row.plan.hops(), row.plan.ranks
+    moved, kv_of_rank = row.plan.amounts(hops)
+    inside = hops.src // row.plan.machine.node_size == hops.dst // row.plan.machine.node_size
+    total = np.bincount((hops.src * n + hops.dst)[inside], moved[inside], minlength=n * n)
+    top = int(total.argmax())
+    name = "all" if row.report.min_load == row.report.max_load else f"{top // n}>{top % n}"
+    return f"{name} {total[top] / kv_of_rank:.3g} KV"
 
 
 def _train(rank: int, group: Any, ranks: int, options: dict[str, Any]) -> list[float]:

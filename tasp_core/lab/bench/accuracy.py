@@ -70,6 +70,31 @@ class Inputs:
         return self.q, self.k, self.v, self.dout
 
 
+def verify(
+    plan: Plan,
+    inputs: Inputs,
+    *,
+    kernel: str = "auto",
+    timeout_s: float = 120.0,
+    reference: Reference | None = None,
+) -> tuple[Errors, list[float]]:
+    """Run the plan on newly forked ranks.
+
+    Args:
+        reference: of these inputs, where it is already known.
+
+    Returns:
+        Errors against the reference, and each rank's seconds of forward and backward pass.
+    """
+    reference = reference or Reference(inputs, plan.docs, kernel)
+    if plan.ranks == 1:
+        results = [run_rank(0, None, plan, inputs, kernel)]
+    else:
+        results = launch(run_rank, plan.ranks, plan, inputs, kernel, timeout_s=timeout_s)
+    pieces, seconds = zip(*results, strict=True)
+    return reference.errors(pieces, plan), [*seconds]
+
+
 def run_rank(
     rank: int, group: Any, plan: Plan, inputs: Inputs, kernel: str | Kernel = "auto"
 ) -> tuple[list[Tensor], float]:
@@ -85,31 +110,6 @@ def run_rank(
     seconds = time.perf_counter() - start
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v)]
     return [out.detach(), lse, *grads], seconds
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Largest absolute errors against the float64 reference, by the tensor's name.
-
-    Attributes:
-        ours: of the plan's results. plain: of the same kernel on one device.
-        limit: twice `plain`, or 8 roundings of the largest value where that is more.
-    """
-
-    ours: dict[str, float]
-    plain: dict[str, float]
-    limit: dict[str, float]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every error is within its limit (NaN is not)."""
-        return all(self.ours[n] <= self.limit[n] for n in self.limit)
-
-    @property
-    def ratio(self) -> float:
-        """The largest error over half its limit, which is the plain kernel's error unless that is tiny."""
-        pairs = [(self.ours[n], limit / 2) for n, limit in self.limit.items() if limit > 0]
-        return max((a / b for a, b in pairs), default=0.0)
 
 
 class Reference:
@@ -164,6 +164,36 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
+@dataclass(frozen=True)
+class Errors:
+    """Largest absolute errors against the float64 reference, by the tensor's name.
+
+    Attributes:
+        ours: of the plan's results. plain: of the same kernel on one device.
+        limit: twice `plain`, or 8 roundings of the largest value where that is more.
+    """
+
+    ours: dict[str, float]
+    plain: dict[str, float]
+    limit: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within its limit (NaN is not)."""
+        return all(self.ours[n] <= self.limit[n] for n in self.limit)
+
+    @property
+    def ratio(self) -> float:
+        """The largest error over half its limit, which is the plain kernel's error unless that is tiny."""
+        pairs = [(self.ours[n], limit / 2) for n, limit in self.limit.items() if limit > 0]
+        return max((a / b for a, b in pairs), default=0.0)
+
+
+def as_dict(errors: Errors) -> dict[str, Any]:
+    """Errors for a result file."""
+    return {**asdict(errors), "ok": errors.ok, "ratio": errors.ratio}
+
+
 def sent_bytes(
     plan: Plan, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[str, list[int]]:
@@ -176,33 +206,3 @@ def sent_bytes(
         ]
         for name, backward in (("forward", False), ("backward", True))
     }
-
-
-def verify(
-    plan: Plan,
-    inputs: Inputs,
-    *,
-    kernel: str = "auto",
-    timeout_s: float = 120.0,
-    reference: Reference | None = None,
-) -> tuple[Errors, list[float]]:
-    """Run the plan on newly forked ranks.
-
-    Args:
-        reference: of these inputs, where it is already known.
-
-    Returns:
-        Errors against the reference, and each rank's seconds of forward and backward pass.
-    """
-    reference = reference or Reference(inputs, plan.docs, kernel)
-    if plan.ranks == 1:
-        results = [run_rank(0, None, plan, inputs, kernel)]
-    else:
-        results = launch(run_rank, plan.ranks, plan, inputs, kernel, timeout_s=timeout_s)
-    pieces, seconds = zip(*results, strict=True)
-    return reference.errors(pieces, plan), [*seconds]
-
-
-def as_dict(errors: Errors) -> dict[str, Any]:
-    """Errors for a result file."""
-    return {**asdict(errors), "ok": errors.ok, "ratio": errors.ratio}

@@ -29,6 +29,32 @@ COMPARED = 8192  # up to so many tokens the output is compared as a whole
 QUERIES = 32  # of each rank that are compared in a longer sequence
 
 
+HEADER = (
+    f"{'tokens':>8} {'method':<20} {'comm s':>9} {'compute s':>9} {'whole s':>9} {'predicted':>9} "
+    f"{'CCR':>6} {'x':>6} {'TFLOP/s per rank':>16}"
+)
+
+
+def attention_bench(
+    say: Callable[[str], None], config: Config, on: Machine | None = None
+) -> Result | None:
+    """Run the benchmark; its result, or None on a launcher's ranks other than the first.
+
+    Args:
+        say: shows each line as it is known. on: the machine, for bounds, predictions and the peak.
+    """
+    say(HEADER)
+    rows = on_ranks(_all_lengths, config.ranks, config, on, say)
+    if rows is None:
+        return None
+    return {
+        "right": not any(row["wrong"] for row in rows),
+        "config": asdict(config),
+        "machine": asdict(on) if on else None,
+        "rows": rows,
+    }
+
+
 @dataclass(frozen=True)
 class Config:
     """What is measured; a method is "SCHEDULE" or "SCHEDULE:LAYOUT", as in "tasp:striped"."""
@@ -67,39 +93,27 @@ class Config:
         return flops / seconds / self.ranks / 1e12
 
 
-def sampled_gap(one: Pass) -> float:
-    """Largest error of a few of this rank's queries, against attention in float64 over all visible KV."""
-    tokens, out = one.plan.tokens(one.rank), one.attend("whole", False)[1]
-    rows = np.linspace(0, len(tokens) - 1, min(QUERIES, len(tokens))).astype(int)
-    at = torch.as_tensor(tokens[rows], device=out.device)
-    q, k, v = one.inputs.tensors()[:3]
-    grouped = q[at].double().unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("qkgd,skd->kgqs", grouped, k.double()) * q.shape[-1] ** -0.5
-    if one.plan.docs.causal:
-        hidden = torch.arange(len(k), device=at.device)[None, :] > at[:, None]
-        scores.masked_fill_(hidden, -torch.inf)
-    exact = torch.einsum("kgqs,ske->qkge", scores.softmax(-1), v.double()).flatten(1, 2)
-    return float((out[torch.as_tensor(rows, device=at.device)].double() - exact).abs().max())
-
-
-def remote_unused(one: Pass) -> str:
-    """What is wrong if the last token's output does not depend on other ranks' values, or ""."""
-    owner = int(one.plan.locate(np.array([one.plan.docs.total - 1]))[0][0])
-    before, values = one.attend("whole", False)[1], one.tensors[2]
-    if one.rank != owner:
-        one.tensors[2] = values + 1.0
-    after = one.attend("whole", False)[1]
-    one.tensors[2] = values
-    if one.plan.ranks > 1 and one.rank == owner and torch.equal(before, after):
-        return f"rank {one.rank}: its output is the same whatever values the other ranks hold"
-    return ""
-
-
-def too_fast(tflops: float, peak_tflops: float) -> str:
-    """What is wrong with a rank's rate, or ""; without a known peak nothing is."""
-    if peak_tflops and tflops > peak_tflops:
-        return f"{tflops:.4g} TFLOP/s per rank, above the peak of {peak_tflops:.4g}"
-    return ""
+def _all_lengths(
+    rank: int,
+    group: Any,
+    device: torch.device,
+    config: Config,
+    on: Machine | None,
+    say: Callable[[str], None],
+) -> list[Result]:
+    rows: list[Result] = []
+    for tokens in config.lengths:
+        measured = _one_length(rank, group, device, config, on, tokens)
+        plans = config.plans(tokens, on)
+        new = [_row(config, on, tokens, p, *x) for p, x in zip(plans, measured, strict=True)]
+        for row in new:
+            row["ccr"] = ccr(row, new[0])
+            if rank == 0:
+                say(_line(row, new[0]))
+        rows += new
+        if any(row["wrong"] for row in new):
+            break
+    return rows
 
 
 def _one_length(
@@ -132,6 +146,34 @@ def _one_length(
         own = in_turn(full, backward=config.backward, repeats=config.repeats)
         samples = [slowest(of_ranks) for of_ranks in zip(*_gathered(own, group), strict=True)]
     return list(zip(errors, verdicts, samples, strict=True))
+
+
+def sampled_gap(one: Pass) -> float:
+    """Largest error of a few of this rank's queries, against attention in float64 over all visible KV."""
+    tokens, out = one.plan.tokens(one.rank), one.attend("whole", False)[1]
+    rows = np.linspace(0, len(tokens) - 1, min(QUERIES, len(tokens))).astype(int)
+    at = torch.as_tensor(tokens[rows], device=out.device)
+    q, k, v = one.inputs.tensors()[:3]
+    grouped = q[at].double().unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qkgd,skd->kgqs", grouped, k.double()) * q.shape[-1] ** -0.5
+    if one.plan.docs.causal:
+        hidden = torch.arange(len(k), device=at.device)[None, :] > at[:, None]
+        scores.masked_fill_(hidden, -torch.inf)
+    exact = torch.einsum("kgqs,ske->qkge", scores.softmax(-1), v.double()).flatten(1, 2)
+    return float((out[torch.as_tensor(rows, device=at.device)].double() - exact).abs().max())
+
+
+def remote_unused(one: Pass) -> str:
+    """What is wrong if the last token's output does not depend on other ranks' values, or ""."""
+    owner = int(one.plan.locate(np.array([one.plan.docs.total - 1]))[0][0])
+    before, values = one.attend("whole", False)[1], one.tensors[2]
+    if one.rank != owner:
+        one.tensors[2] = values + 1.0
+    after = one.attend("whole", False)[1]
+    one.tensors[2] = values
+    if one.plan.ranks > 1 and one.rank == owner and torch.equal(before, after):
+        return f"rank {one.rank}: its output is the same whatever values the other ranks hold"
+    return ""
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
@@ -169,27 +211,11 @@ def _row(
     return row | {"wrong": wrong}
 
 
-def _all_lengths(
-    rank: int,
-    group: Any,
-    device: torch.device,
-    config: Config,
-    on: Machine | None,
-    say: Callable[[str], None],
-) -> list[Result]:
-    rows: list[Result] = []
-    for tokens in config.lengths:
-        measured = _one_length(rank, group, device, config, on, tokens)
-        plans = config.plans(tokens, on)
-        new = [_row(config, on, tokens, p, *x) for p, x in zip(plans, measured, strict=True)]
-        for row in new:
-            row["ccr"] = ccr(row, new[0])
-            if rank == 0:
-                say(_line(row, new[0]))
-        rows += new
-        if any(row["wrong"] for row in new):
-            break
-    return rows
+def too_fast(tflops: float, peak_tflops: float) -> str:
+    """What is wrong with a rank's rate, or ""; without a known peak nothing is."""
+    if peak_tflops and tflops > peak_tflops:
+        return f"{tflops:.4g} TFLOP/s per rank, above the peak of {peak_tflops:.4g}"
+    return ""
 
 
 def _line(row: Result, baseline: Result) -> str:
@@ -203,29 +229,3 @@ def _line(row: Result, baseline: Result) -> str:
         f"{head} {' '.join(cells)} {f'{predicted_s:.4f}' if predicted_s else '-':>9} "
         f"{row['ccr']:>6.2f} {total(baseline, 'whole') / total(row, 'whole'):>6.2f} {rates:>16}"
     )
-
-
-HEADER = (
-    f"{'tokens':>8} {'method':<20} {'comm s':>9} {'compute s':>9} {'whole s':>9} {'predicted':>9} "
-    f"{'CCR':>6} {'x':>6} {'TFLOP/s per rank':>16}"
-)
-
-
-def attention_bench(
-    say: Callable[[str], None], config: Config, on: Machine | None = None
-) -> Result | None:
-    """Run the benchmark; its result, or None on a launcher's ranks other than the first.
-
-    Args:
-        say: shows each line as it is known. on: the machine, for bounds, predictions and the peak.
-    """
-    say(HEADER)
-    rows = on_ranks(_all_lengths, config.ranks, config, on, say)
-    if rows is None:
-        return None
-    return {
-        "right": not any(row["wrong"] for row in rows),
-        "config": asdict(config),
-        "machine": asdict(on) if on else None,
-        "rows": rows,
-    }

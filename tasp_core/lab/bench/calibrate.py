@@ -42,14 +42,9 @@ LEAST_S, LEAST_BYTES, MOST_BYTES = 0.1, 1 << 18, 1 << 28  # of the messages that
 ROUNDS = 16  # steps of messages per sample
 MANY = 17  # messages of a step, against 1, show what each costs
 BUSY = 4  # a step's bytes keep links busy so many times as long as MANY tiny messages take
-LENGTHS = {
-    "cpu": (256, 512, 1024, 2048),
-    "cuda": (4096, 8192, 16384, 32768),
-}  # tokens of kernel calls
-BUSY_S, MOST_TOKENS = (
-    0.1,
-    1 << 14,
-)  # how long a pass keeps links busy, with at most so many tokens
+# tokens of kernel calls
+LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (4096, 8192, 16384, 32768)}
+BUSY_S, MOST_TOKENS = 0.1, 1 << 14  # a pass keeps links busy so long, or has so many tokens
 TOKEN_BYTES = 4096  # of a token's KV in the passes of `processor`
 
 

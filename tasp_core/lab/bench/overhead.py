@@ -21,27 +21,6 @@ from ...sequence.documents import Documents
 from .accuracy import Inputs, as_dict, verify
 
 
-def _forward_cpu_s(
-    rank: int, group: Any, p: Plan, inputs: Inputs, repeats: int
-) -> list[tuple[float, float]]:
-    """CPU seconds of all threads: this rank's forward pass and, on rank 0, the plain kernel's, in turn."""
-    q, k, v = (shard(x, p, rank) for x in inputs.tensors()[:3])
-    kernel = resolve("auto", inputs.q.device.type, inputs.q.dtype)
-    samples = []
-    with torch.no_grad():
-        for _ in range(repeats + 1):  # the first one warms up
-            dist.barrier(group=group)
-            start = time.process_time()
-            attention(q, k, v, p, group)
-            ours = time.process_time() - start
-            dist.barrier(group=group)
-            start = time.process_time()
-            if rank == 0:
-                oracle(inputs.q, inputs.k, inputs.v, p.docs, kernel=kernel)
-            samples.append((ours, time.process_time() - start))
-    return samples[1:]
-
-
 def overhead(
     say: Callable[[str], None],
     *,
@@ -97,3 +76,24 @@ def overhead(
         "ratio": ratio,
         "least_ratio": least,
     }
+
+
+def _forward_cpu_s(
+    rank: int, group: Any, p: Plan, inputs: Inputs, repeats: int
+) -> list[tuple[float, float]]:
+    """CPU seconds of all threads: this rank's forward pass and, on rank 0, the plain kernel's, in turn."""
+    q, k, v = (shard(x, p, rank) for x in inputs.tensors()[:3])
+    kernel = resolve("auto", inputs.q.device.type, inputs.q.dtype)
+    samples = []
+    with torch.no_grad():
+        for _ in range(repeats + 1):  # the first one warms up
+            dist.barrier(group=group)
+            start = time.process_time()
+            attention(q, k, v, p, group)
+            ours = time.process_time() - start
+            dist.barrier(group=group)
+            start = time.process_time()
+            if rank == 0:
+                oracle(inputs.q, inputs.k, inputs.v, p.docs, kernel=kernel)
+            samples.append((ours, time.process_time() - start))
+    return samples[1:]

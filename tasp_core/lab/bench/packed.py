@@ -40,14 +40,57 @@ MOST_MOVING = 16  # ranks of a contiguous layout, which moves queries: more take
 RUN = (("balanced", "sap"), ("zigzag", "ring"), ("zigzag", "tasp"), ("per_document", "all_gather"))
 
 
-def _cpu_ms(make: Callable[[], Any], repeats: int = 3) -> float:
-    """Median CPU milliseconds of a call."""
-    samples = []
-    for _ in range(repeats):
-        start = time.process_time()
-        make()
-        samples.append((time.process_time() - start) * 1e3)
-    return float(np.median(samples))
+def packed(
+    say: Callable[[str], None], *, tokens: int = 1 << 20, ranks: tuple[int, ...] = (8, 16, 64)
+) -> dict[str, Any]:
+    """Run the benchmark; `say` shows each line as it is known."""
+    run, devices = timed(16384, 4), timed(16384, 4, tflops=CORE_TFLOPS)
+    say(f"{_run_lines(run)}\n{_run_lines(devices)}")
+    rows = []
+    say(
+        f"{'distribution':<12} {'P':>3}  {'layout x schedule':<18} {'work':>6} {'tokens':>6} "
+        f"{'KV %':>8} {'q %':>5} {'steps':>5} {'place':>6} {'compile ms':>10}"
+    )
+    for name in DISTRIBUTIONS:
+        for n in ranks:
+            for layout, schedule in PLANNED:
+                if layout == "contiguous" and n > MOST_MOVING:
+                    continue
+                r = planned(name, tokens, n, layout, schedule)
+                rows.append(r)
+                say(
+                    f"{name:<12} {n:>3}  {layout + ' ' + schedule:<18} {r['work_max_mean']:>6.3f} "
+                    f"{r['tokens_max_mean']:>6.3f} {r['moved_percent']:>8.3f} "
+                    f"{r['queries_percent']:>5.2f} {r['steps']:>5.1f} "
+                    f"{r['place_ms']:>6.1f} {r['compile_ms']:>10.1f}"
+                )
+    config = {"tokens": tokens, "seeds": list(SEEDS)}
+    gathered = gathering()
+    say(
+        f"gathering rows of KV takes {gathered['share']:.1%} of the kernels' time, 4,096 tokens per rank"
+    )
+    return {
+        "right": run["right"] and devices["right"],
+        "config": config,
+        "planned": rows,
+        "run": run,
+        "devices": devices,
+        "gathering": gathered,
+    }
+
+
+def _run_lines(run: dict[str, Any]) -> str:
+    if not run["right"]:
+        return "WRONG: a method is not within its error limit"
+    over = ", ".join(f"{name} {x:.2f} x" for name, x in run["speed_up_over"].items())
+    c = run["config"]
+    if c["tflops"]:
+        return f"with a device of {c['tflops'] * 1e3:.0f} GFLOP/s per rank: {over}"
+    return (
+        f"SFT sequence of {c['tokens']} tokens, {c['documents']} documents, {c['ranks']} ranks, forward "
+        f"and backward: of the time of balanced sap, {over};\n"
+        f"its CPU time in all is {run['cpu_over_plain']:.2f} x the plain kernel's, document by document"
+    )
 
 
 def planned(name: str, tokens: int, ranks: int, layout: str, schedule: str) -> dict[str, Any]:
@@ -99,25 +142,14 @@ def planned(name: str, tokens: int, ranks: int, layout: str, schedule: str) -> d
     }
 
 
-def _timed(
-    rank: int, group: Any, plans: list[Plan], inputs: Inputs, repeats: int, tflops: float
-) -> list[list[tuple[float, float]]]:
-    """(wall, CPU) seconds, forward and backward, of each plan in turn; last of the plain kernel."""
-    used = Device(tflops) if tflops else "auto"
-    samples: list[list[tuple[float, float]]] = [[] for _ in range(len(plans) + 1)]
-    q, k, v, dout = inputs.tensors()
-    kernel = resolve("auto", q.device.type, q.dtype)
-    for _ in range(repeats + 1):
-        for i, p in enumerate(plans):
-            start = time.process_time()
-            _, wall = run_rank(rank, group, p, inputs, used)
-            samples[i].append((wall, time.process_time() - start))
-        dist.barrier(group=group)
-        start, wall = time.process_time(), time.perf_counter()
-        if rank == 0:
-            oracle(q, k, v, plans[0].docs, dout=dout, kernel=kernel)
-        samples[-1].append((time.perf_counter() - wall, time.process_time() - start))
-    return [s[1:] for s in samples]
+def _cpu_ms(make: Callable[[], Any], repeats: int = 3) -> float:
+    """Median CPU milliseconds of a call."""
+    samples = []
+    for _ in range(repeats):
+        start = time.process_time()
+        make()
+        samples.append((time.process_time() - start) * 1e3)
+    return float(np.median(samples))
 
 
 def timed(tokens: int, ranks: int, repeats: int = 5, tflops: float = 0.0) -> dict[str, Any]:
@@ -171,6 +203,27 @@ def timed(tokens: int, ranks: int, repeats: int = 5, tflops: float = 0.0) -> dic
     }
 
 
+def _timed(
+    rank: int, group: Any, plans: list[Plan], inputs: Inputs, repeats: int, tflops: float
+) -> list[list[tuple[float, float]]]:
+    """(wall, CPU) seconds, forward and backward, of each plan in turn; last of the plain kernel."""
+    used = Device(tflops) if tflops else "auto"
+    samples: list[list[tuple[float, float]]] = [[] for _ in range(len(plans) + 1)]
+    q, k, v, dout = inputs.tensors()
+    kernel = resolve("auto", q.device.type, q.dtype)
+    for _ in range(repeats + 1):
+        for i, p in enumerate(plans):
+            start = time.process_time()
+            _, wall = run_rank(rank, group, p, inputs, used)
+            samples[i].append((wall, time.process_time() - start))
+        dist.barrier(group=group)
+        start, wall = time.process_time(), time.perf_counter()
+        if rank == 0:
+            oracle(q, k, v, plans[0].docs, dout=dout, kernel=kernel)
+        samples[-1].append((time.perf_counter() - wall, time.process_time() - start))
+    return [s[1:] for s in samples]
+
+
 def gathering(tokens: int = 32768, ranks: int = 8) -> dict[str, Any]:
     """CPU seconds of each rank's gathers of KV rows and of its kernel calls, forward; their ratio."""
     docs = Documents.of(row_lengths("pretraining", tokens, SEEDS[0]))
@@ -201,56 +254,3 @@ def gathering(tokens: int = 32768, ranks: int = 8) -> dict[str, Any]:
         "kernels_s": kernels,
         "share": share,
     }
-
-
-def packed(
-    say: Callable[[str], None], *, tokens: int = 1 << 20, ranks: tuple[int, ...] = (8, 16, 64)
-) -> dict[str, Any]:
-    """Run the benchmark; `say` shows each line as it is known."""
-    run, devices = timed(16384, 4), timed(16384, 4, tflops=CORE_TFLOPS)
-    say(f"{_run_lines(run)}\n{_run_lines(devices)}")
-    rows = []
-    say(
-        f"{'distribution':<12} {'P':>3}  {'layout x schedule':<18} {'work':>6} {'tokens':>6} "
-        f"{'KV %':>8} {'q %':>5} {'steps':>5} {'place':>6} {'compile ms':>10}"
-    )
-    for name in DISTRIBUTIONS:
-        for n in ranks:
-            for layout, schedule in PLANNED:
-                if layout == "contiguous" and n > MOST_MOVING:
-                    continue
-                r = planned(name, tokens, n, layout, schedule)
-                rows.append(r)
-                say(
-                    f"{name:<12} {n:>3}  {layout + ' ' + schedule:<18} {r['work_max_mean']:>6.3f} "
-                    f"{r['tokens_max_mean']:>6.3f} {r['moved_percent']:>8.3f} "
-                    f"{r['queries_percent']:>5.2f} {r['steps']:>5.1f} "
-                    f"{r['place_ms']:>6.1f} {r['compile_ms']:>10.1f}"
-                )
-    config = {"tokens": tokens, "seeds": list(SEEDS)}
-    gathered = gathering()
-    say(
-        f"gathering rows of KV takes {gathered['share']:.1%} of the kernels' time, 4,096 tokens per rank"
-    )
-    return {
-        "right": run["right"] and devices["right"],
-        "config": config,
-        "planned": rows,
-        "run": run,
-        "devices": devices,
-        "gathering": gathered,
-    }
-
-
-def _run_lines(run: dict[str, Any]) -> str:
-    if not run["right"]:
-        return "WRONG: a method is not within its error limit"
-    over = ", ".join(f"{name} {x:.2f} x" for name, x in run["speed_up_over"].items())
-    c = run["config"]
-    if c["tflops"]:
-        return f"with a device of {c['tflops'] * 1e3:.0f} GFLOP/s per rank: {over}"
-    return (
-        f"SFT sequence of {c['tokens']} tokens, {c['documents']} documents, {c['ranks']} ranks, forward "
-        f"and backward: of the time of balanced sap, {over};\n"
-        f"its CPU time in all is {run['cpu_over_plain']:.2f} x the plain kernel's, document by document"
-    )

@@ -23,56 +23,6 @@ from .settings import Settings
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "MI300X": 1307.0, "A100": 312.0}  # bf16, dense, quoted
 
 
-class Peak(NamedTuple):
-    """The most TFLOP/s that a device does, and how that is known."""
-
-    tflops: float
-    source: str
-
-
-def peak(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> Peak:
-    """A device's peak: given, quoted for its name, or measured by a matrix product."""
-    if given_tflops is not None:
-        return Peak(given_tflops, "given")
-    if device.type == "cuda" and dtype.itemsize == 2:
-        name = torch.cuda.get_device_name(device)
-        for known, tflops in PEAK_TFLOPS.items():
-            if known in name:
-                return Peak(tflops, f"quoted, {known}")
-    n = 4096 if device.type == "cuda" else 512
-    x = torch.randn(n, n, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        (x @ x)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
-    return Peak(2 * n**3 / best / 1e12, "measured, one matrix product")
-
-
-def flops(size: Size, tokens: int, pairs: int) -> int:
-    """Operations of a training step: 6 per weight and token, 12 x head dim per visible pair and query head.
-
-    Recomputation is not counted: it is not progress.
-    """
-    weights = size.parameters - 256 * size.dim  # the embedding is looked up
-    return 6 * weights * tokens + 12 * size.dim * size.layers * pairs
-
-
-def attention_bytes(size: Size, plan: Plan, rank: int, dtype: str) -> int:
-    """Bytes that a rank's attention sends in all layers, forward and backward, between Ulysses groups."""
-    own = split_heads(size.heads, size.kv_heads, plan.intra)[rank % plan.intra]
-    kv_heads = own.kv_high - own.kv_low
-    row = RowBytes.of(size.heads // plan.intra, kv_heads, size.dim // size.heads, BYTES[dtype])
-    return size.layers * sum(
-        wire_bytes(lower(plan, rank, backward=b), row, sent=True, backward=b) for b in (False, True)
-    )
-
-
-def parameter_bytes(size: Size, world_size: int, itemsize: int) -> int:
-    """Bytes that a rank sends for FSDP per step: weights are gathered twice, float32 gradients reduced."""
-    return (2 * itemsize + 4) * size.parameters * (world_size - 1) // world_size
-
-
 @dataclass(frozen=True)
 class Throughput:
     """Costs of one run's steps.
@@ -134,3 +84,53 @@ def roofline_line(line: dict[str, Any], seconds: float) -> str:
         f"{line['bytes_sent'] / 1e6:.3g} MB sent, {links}; "
         f"bound by {line['bound']}; measured {seconds:.3g} s"
     )
+
+
+class Peak(NamedTuple):
+    """The most TFLOP/s that a device does, and how that is known."""
+
+    tflops: float
+    source: str
+
+
+def peak(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> Peak:
+    """A device's peak: given, quoted for its name, or measured by a matrix product."""
+    if given_tflops is not None:
+        return Peak(given_tflops, "given")
+    if device.type == "cuda" and dtype.itemsize == 2:
+        name = torch.cuda.get_device_name(device)
+        for known, tflops in PEAK_TFLOPS.items():
+            if known in name:
+                return Peak(tflops, f"quoted, {known}")
+    n = 4096 if device.type == "cuda" else 512
+    x = torch.randn(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        (x @ x)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return Peak(2 * n**3 / best / 1e12, "measured, one matrix product")
+
+
+def flops(size: Size, tokens: int, pairs: int) -> int:
+    """Operations of a training step: 6 per weight and token, 12 x head dim per visible pair and query head.
+
+    Recomputation is not counted: it is not progress.
+    """
+    weights = size.parameters - 256 * size.dim  # the embedding is looked up
+    return 6 * weights * tokens + 12 * size.dim * size.layers * pairs
+
+
+def attention_bytes(size: Size, plan: Plan, rank: int, dtype: str) -> int:
+    """Bytes that a rank's attention sends in all layers, forward and backward, between Ulysses groups."""
+    own = split_heads(size.heads, size.kv_heads, plan.intra)[rank % plan.intra]
+    kv_heads = own.kv_high - own.kv_low
+    row = RowBytes.of(size.heads // plan.intra, kv_heads, size.dim // size.heads, BYTES[dtype])
+    return size.layers * sum(
+        wire_bytes(lower(plan, rank, backward=b), row, sent=True, backward=b) for b in (False, True)
+    )
+
+
+def parameter_bytes(size: Size, world_size: int, itemsize: int) -> int:
+    """Bytes that a rank sends for FSDP per step: weights are gathered twice, float32 gradients reduced."""
+    return (2 * itemsize + 4) * size.parameters * (world_size - 1) // world_size
