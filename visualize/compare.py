@@ -85,8 +85,8 @@ def compare(timelines: Timelines) -> Figure:
     )
     title = f"Modelled: {best[0] or 'the pass'} is fastest with {seconds(best[1].total_s)}"
     note = (
-        "Alone means: as if the other took no time. Communication is hidden if the pass takes no longer than "
-        "compute alone. "
+        "Alone means: as if the other took no time. Communication is hidden if the pass takes no longer "
+        "than compute alone. "
     )
     if bounds:
         note += "Dashed line: no schedule can communicate faster on this machine (cut bound)."
