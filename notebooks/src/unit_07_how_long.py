@@ -37,7 +37,7 @@ visualize.timeline(list(times["mi300x"].items()))
 # A transfer uses resources of the machine, each with a capacity. Transfers of one step that need the same
 # resource share its capacity. The model of a step's communication, in seconds:
 #
-#     latency_s + message_s * (most messages a rank posts) + (bytes / capacity of the busiest resource)
+#     latency_s + message_s * (most messages on one rank) + (bytes / capacity of the busiest resource)
 #
 # A rank posts what it sends *and* what it receives. `latency_s` and `message_s` are attributes of the
 # machine: `machine.latency_s`. The machine also says which resources a transfer uses, and the capacity of

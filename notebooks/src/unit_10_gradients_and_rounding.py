@@ -34,8 +34,9 @@ visualize.memory(plan, rank=0, backward=True)
 #
 # A step communicates and computes at the same time. So compute step t uses the KV that arrived in
 # communication step t - 1, and the sum to which a rank has added in compute step t can leave it in
-# communication step t + 1. The owner adds its own contribution last. Return the hops `(step, src, dst)` of
-# the gradient of `owner`'s KV, on a ring 0, 1, ..., n - 1, 0. (The table above is the case of four ranks.)
+# communication step t + 1. The owner adds its own contribution itself. Return the hops `(step, src, dst)`
+# of the gradient of `owner`'s KV, on a ring 0, 1, ..., n - 1, 0. (The table above is the case of four
+# ranks.)
 
 
 # %% tags=["exercise"]

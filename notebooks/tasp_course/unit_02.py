@@ -58,7 +58,7 @@ def check_ring(answer: Any) -> None:
         steps = int(hops.step.max()) + 1
         expect(
             steps == n - 1,
-            f"n = {n}: the steps are t0 to t{steps - 1}; {n - 1} steps are enough, the first is t0",
+            f"n = {n}: the steps are t0 to t{steps - 1}, they should be t0 to t{n - 2}",
         )
 
 

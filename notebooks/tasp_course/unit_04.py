@@ -39,7 +39,10 @@ def check_zigzag(answer: Any) -> None:
         expect(seen == list(range(total)), f"{what}: every token must be on exactly one rank")
         for rank in range(n):
             right = plan.tokens(rank).tolist()
-            expect(got[rank] == right, f"{what}: rank {rank} should not hold {got[rank][:6]}...")
+            expect(
+                got[rank] == right,
+                f"{what}: rank {rank} should not hold the tokens {got[rank][:6]}...",
+            )
 
 
 @exercise

@@ -89,7 +89,7 @@ def check_nvlinks(answer: Any) -> None:
         for a in range(gpus):
             for b in range(gpus):
                 right = 0 if a == b else _nvlinks(node, a, b)
-                hint = f"{name}: between GPU{a} and GPU{b} there are {right} NVLinks, not {got[a][b]!r}"
+                hint = f"{name}: NVLinks between GPU{a} and GPU{b}: {right}, not {got[a][b]!r}"
                 expect(got[a][b] == right, hint)
 
 

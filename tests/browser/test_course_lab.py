@@ -15,7 +15,7 @@ from tasp_course.sources import HERE, units
 
 pytestmark = pytest.mark.browser
 
-# a unit, its cell with sliders, the slider that is moved
+# a unit, the cell with sliders, the slider to move
 PLAYED = [("2", "explore_schedule(", 0), ("6", "explore_rings(", 0), ("8", "explore_mask(", 0)]
 HAVE = {p.stem[5:7].lstrip("0") or "0" for p in units()}
 
@@ -23,15 +23,15 @@ HAVE = {p.stem[5:7].lstrip("0") or "0" for p in units()}
 @pytest.mark.parametrize(("unit", "cell", "slider"), [p for p in PLAYED if p[0] in HAVE])
 def test_a_learner_opens_a_unit_runs_it_and_moves_a_slider(unit, cell, slider, tmp_path):
     name = f"learner/{units([unit])[0].stem}.ipynb"
-    shutil.copytree(HERE / "learner", tmp_path / "learner")  # what is run is saved
+    shutil.copytree(HERE / "learner", tmp_path / "learner")  # running a notebook saves it
     with Lab(tmp_path) as lab, lab.page(name) as page:
         run_all(page)
         assert not errors(page)
-        said = [
+        outputs = [
             o for c in cells(page) if "check" in c["metadata"].get("tags", ()) for o in c["outputs"]
         ]
-        assert len(said) >= 4
-        assert all("still to do" in str(o["data"]["text/plain"]) for o in said)
+        assert len(outputs) >= 4
+        assert all("still to do" in str(o["data"]["text/plain"]) for o in outputs)
         show(page, cell)
         page.wait_for_selector(".widget-html-content svg")
         before = figure(page)
@@ -68,8 +68,8 @@ def test_a_learner_types_answers_until_one_is_right(tmp_path):
             page.keyboard.press("Shift+Enter")
             page.keyboard.press("Shift+Enter")
             page.wait_for_function(
-                "([i, word]) => jupyterapp.shell.currentWidget.content.model.toJSON().cells[i]"
-                ".outputs.some(o => o.data && o.data['text/plain'].startsWith(word))",
+                "([i, verdict]) => jupyterapp.shell.currentWidget.content.model.toJSON().cells[i]"
+                ".outputs.some(o => o.data && o.data['text/plain'].startsWith(verdict))",
                 arg=[number, verdict],
                 timeout=20_000,
             )
@@ -87,13 +87,18 @@ def test_the_index_opens(tmp_path):
 
 @pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 def test_exported_units_show_every_figure_without_a_server(source, tmp_path):
-    done = execute(read(HERE / "learner" / f"{source.stem}.ipynb", as_version=4), HERE / "learner")
+    executed = execute(
+        read(HERE / "learner" / f"{source.stem}.ipynb", as_version=4), HERE / "learner"
+    )
     figures = [
-        o for c in done.cells for o in c.get("outputs", ()) if "image/svg+xml" in o.get("data", {})
+        o
+        for c in executed.cells
+        for o in c.get("outputs", ())
+        if "image/svg+xml" in o.get("data", {})
     ]
     assert figures
     file = tmp_path / "unit.html"
-    file.write_text(to_html(done), encoding="utf-8")
+    file.write_text(to_html(executed), encoding="utf-8")
     with browser_page() as page:
         page.route(
             "**/*", lambda r: r.continue_() if r.request.url.startswith("file:") else r.abort()

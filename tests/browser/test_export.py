@@ -17,7 +17,7 @@ CELLS = (
     "hops(tasp.plan([64], 4, schedule='ring'), step=1)",
     "explore_mask()",
 )
-# without stored widget states the SVG beside each widget is shown
+# without a stored widget state, the SVG of each widget is shown
 EXPORT = (
     "--execute",
     "--to",

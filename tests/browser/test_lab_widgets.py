@@ -18,7 +18,7 @@ CELLS = (
 
 
 def notebook(folder: Path, cells: tuple[str, ...]) -> str:
-    """A notebook of these cells; its name."""
+    """Write a notebook with these cells; return its name."""
     code = [
         {
             "cell_type": "code",
@@ -31,8 +31,13 @@ def notebook(folder: Path, cells: tuple[str, ...]) -> str:
         for i, text in enumerate(cells)
     ]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    whole = {"cells": code, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    (folder / "scratch.ipynb").write_text(json.dumps(whole))
+    content = {
+        "cells": code,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    (folder / "scratch.ipynb").write_text(json.dumps(content))
     return "scratch.ipynb"
 
 
