@@ -94,7 +94,7 @@ def formula(plan: Plan, row: RowBytes) -> Formula | None:
         gathered = n * (n - 1) * most * row.kv
         return Formula((gathered, gathered + (n - 1) * total * row.dkv), n * most * row.kv)
     if isinstance(schedule, RankPairs):
-        dense = not docs.causal and docs.window is None and len(docs.lengths) == 1
+        dense = docs.prefixes and not docs.causal and len(docs.lengths) == 1
         if not dense or not isinstance(schedule, TokenRing | Mesh) or plan.layout.counts.min() == 0:
             return None
         r, c = (1, n) if isinstance(schedule, TokenRing) else (schedule.rows, schedule.columns)

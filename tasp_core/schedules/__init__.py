@@ -140,6 +140,7 @@ def build(
     resolved = DEFAULTS[name](machine, given) if name in DEFAULTS else given
     if name == "sap" and layout is not None:  # tokens that may not be permuted: move the work
         alone = given.get("exchange", "p2p") == "p2p" and layout.name == "contiguous"
+        alone = alone and layout.docs.slices is None
         resolved = {"move_q": alone, **given}
     node_size = machine.ranks if name == "all_gather" else machine.node_size
     if SCHEDULES[name].variable_size:

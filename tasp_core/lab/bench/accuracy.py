@@ -108,7 +108,7 @@ class Errors:
 class Reference:
     """The oracle's and the plain kernel's results of one row, to hold many plans against.
 
-    Under a window the plain kernel is `math` in the inputs' dtype: no other takes one.
+    Under a window or slices the plain kernel is `math` in the inputs' dtype: no other takes one.
 
     Args:
         backward: whether gradients are judged too.
@@ -120,36 +120,42 @@ class Reference:
         q, k, v, dout = inputs.tensors()
         out_grad = dout if backward else None
         self.exact = oracle(q, k, v, docs, dout=out_grad)
+        masked = docs.window is not None or docs.slices is not None
         plain = (
-            resolve(kernel, q.device.type, q.dtype) if docs.window is None else Math(docs.window)
+            Math(docs.window, docs.slices) if masked else resolve(kernel, q.device.type, q.dtype)
         )
         self.plain = oracle(q, k, v, docs, dout=out_grad, kernel=plain)
         self.names = NAMES if backward else NAMES[:2]
         self.single, self.limits = {}, {}
         for name in self.names:
             exact = self.exact[name]
-            self.single[name] = _largest(self.plain[name].double() - exact)
-            eps = torch.finfo(self.plain[name].dtype).eps
-            self.limits[name] = max(2 * self.single[name], FLOOR_ULP * eps * _largest(exact))
+            self.single[name] = _largest(_gap(self.plain[name], exact))
+            eps, finite = torch.finfo(self.plain[name].dtype).eps, exact[exact.isfinite()]
+            self.limits[name] = max(2 * self.single[name], FLOOR_ULP * eps * _largest(finite))
 
     def errors(self, pieces: Sequence[Sequence[Tensor]], plan: Plan) -> Errors:
         """Errors of the ranks' pieces (out, lse, dq, dk, dv each)."""
         ours = {}
         for i, name in enumerate(self.names):
             whole = unshard([p[i] for p in pieces], plan)
-            ours[name] = _largest(whole.double() - self.exact[name])
+            ours[name] = _largest(_gap(whole, self.exact[name]))
         return Errors(ours, self.single, self.limits)
 
     def own_errors(self, pieces: Sequence[Tensor], plan: Plan, rank: int, group: Any) -> Errors:
         """The same on every rank of a running group, each with its own pieces."""
         gaps = [
-            _largest(x.double() - shard(self.exact[name], plan, rank).to(x.device))
+            _largest(_gap(x, shard(self.exact[name], plan, rank).to(x.device)))
             for name, x in zip(self.names, pieces, strict=False)
         ]
         worst = torch.tensor(gaps, dtype=torch.float64, device=pieces[0].device)
         worst[worst.isnan()] = torch.inf  # the largest of numbers and NaN is not defined
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         return Errors(dict(zip(self.names, worst.tolist(), strict=True)), self.single, self.limits)
+
+
+def _gap(x: Tensor, exact: Tensor) -> Tensor:
+    """Difference from the exact values; 0 where both are -inf, the log-sum-exp of no key at all."""
+    return torch.where(x == exact, 0.0, x.double() - exact)
 
 
 def _largest(x: Tensor) -> float:

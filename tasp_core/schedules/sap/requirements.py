@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...sequence.layouts import Layout, ranges
-from ...sequence.tiles import edges
+from ...sequence.layouts import Layout
+from ...sequence.masks import band_area, edges
+from ...sequence.pieces import Pieces, ranges
 from .offload import Given
 
 
@@ -34,7 +35,8 @@ class Shares(NamedTuple):
 class Needs(NamedTuple):
     """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see.
 
-    Under a window for each piece of such queries, as far pieces leave a gap between what they see.
+    Under a window for each piece of such queries, as far pieces leave a gap between what they see;
+    under slices for each piece and slice.
     """
 
     doc: np.ndarray
@@ -57,15 +59,22 @@ class Wants:
     given: Given | None = None
 
     @cached_property
+    def _queries(self) -> tuple[np.ndarray, Pieces]:
+        """Every rank's pieces, and the rank of each."""
+        pieces = [self.layout.pieces(rank) for rank in range(self.layout.ranks)]
+        rank = np.repeat(np.arange(self.layout.ranks), [len(p.doc) for p in pieces])
+        return rank, Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+
+    @cached_property
     def _needs(self) -> Needs:
         layout = self.layout
         docs, n = layout.docs, layout.ranks
-        pieces = [layout.pieces(r) for r in range(n)]
-        rank = np.repeat(np.arange(n), [len(p.doc) for p in pieces])
-        doc, start, last = (
-            np.concatenate([getattr(p, k) for p in pieces]) for k in ("doc", "start", "last")
-        )
-        before, after = docs.window_size or (docs.total, 0 if docs.causal else docs.total)
+        rank, pieces = self._queries
+        doc, start, last = pieces.doc, pieces.start, pieces.last
+        if docs.slices is not None:
+            piece, low, high = docs.slices.spans(pieces)
+            return Needs(doc[piece], rank[piece], start[piece], low, high)
+        least, most = docs.diagonals
         key, at = np.unique(doc * n + rank, return_inverse=True)
         if docs.window_size:
             order = np.argsort(at, kind="stable")
@@ -75,7 +84,7 @@ class Wants:
         np.minimum.at(first, at, start)
         np.maximum.at(high, at, last + 1)
         begin, end = docs.cu_seqlens[key // n], docs.cu_seqlens[key // n + 1]
-        low, high = np.maximum(begin, first - before), np.minimum(end, high + after)
+        low, high = np.maximum(begin, first + least), np.minimum(end, high + most)
         return Needs(key // n, key % n, first, low, high)
 
     @cached_property
@@ -124,23 +133,29 @@ class Wants:
 
     def _visible(self, shares: Shares) -> tuple[np.ndarray, np.ndarray]:
         """(rank, share) for which some query of the rank sees the share, its own shares too."""
-        needs = self._needs
+        docs, needs = self.layout.docs, self._needs
+        if docs.slices is not None:
+            keys = Pieces(shares.low, shares.size, shares.first, shares.stride, shares.doc)
+            holder, queries = self._queries
+            bands = docs.slices.bands(queries, keys)
+            share, rank = np.divmod(
+                np.unique(bands.k * self.layout.ranks + holder[bands.q]), self.layout.ranks
+            )
+            return rank, share
         low, high = (np.searchsorted(needs.doc, shares.doc, side=s) for s in ("left", "right"))
         who, share = ranges(low, high)
         seen = (needs.high[who] > shares.first[share]) & (needs.low[who] <= shares.last[share])
         seen &= shares.size[share] > 0
         who, share = who[seen], share[seen]
-        if self.layout.docs.window_size:
-            who, share = self._in_window(who, share, self.layout.docs.window_size)
+        if docs.window_size:
+            who, share = self._in_window(who, share)
         return needs.rank[who], share
 
-    def _in_window(
-        self, who: np.ndarray, share: np.ndarray, window_size: tuple[int, int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Each rank once a share, and no stripes of which no two tokens come as close as the window."""
+    def _in_window(self, who: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each rank once per share, and no stripes of which no two tokens come as close as the window."""
         shares, needs = self.shares, self._needs
         lead = shares.first[share] - needs.start[who]
-        least, most = edges(lead, shares.stride[share], window_size)
+        least, most = edges(lead, shares.stride[share], *self.layout.docs.diagonals)
         key = np.where(least <= most, share * self.layout.ranks + needs.rank[who], -1)
         found, at = np.unique(key, return_index=True)
         return who[at[found >= 0]], share[at[found >= 0]]
@@ -170,12 +185,9 @@ class Wants:
 
     def _sees(self, shares: Shares, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Whether some query of share q sees some key of share k, of the same document."""
-        docs = self.layout.docs
-        seen = shares.first[k] <= shares.last[q] if docs.causal else np.ones(q.shape, dtype=bool)
-        if docs.window is not None:
-            seen &= shares.last[k] > shares.first[q] - docs.window
-            seen &= shares.first[k] < shares.last[q] + docs.window
-        return seen & (shares.size[q] > 0) & (shares.size[k] > 0)
+        lead = shares.first[k] - shares.first[q]
+        band = edges(lead, shares.stride[q], *self.layout.docs.diagonals)
+        return band_area(shares.size[q], shares.size[k], *band) > 0
 
     def wanted(self) -> tuple[np.ndarray, np.ndarray]:
         """(rank, share) of every key share that must come to a rank."""

@@ -81,6 +81,10 @@ class Sap(Routed):
             raise PlanError(f"sap: move_q must be true or false, got {self.move_q!r}")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
             raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
+        if self.move_q and self.layout is not None and self.layout.docs.slices is not None:
+            raise PlanError(
+                "sap: move_q=True is for masks of documents, not for slices; leave it out"
+            )
 
     @property
     def options(self) -> dict[str, Any]:
