@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import LayoutError
 from ..planning.messages import Moves, moves_of, starts
 from ..planning.plan import Plan
-from ..planning.work import alike, offloaded_subchunks
+from ..planning.work import group_by_keys, offloaded_subchunks
 from ..schedules import DKV, DQ, KV, OUT, Q
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import take
@@ -162,11 +162,11 @@ class _Lowering:
         else:
             mine = self._own_subchunks()
             stay = mine[~np.isin(mine, given.q_subchunk)]
-            parts = [(stay, keys[:0]), *alike(given.q_subchunk, given.k_subchunk)]
+            parts = [(stay, keys[:0]), *group_by_keys(given.q_subchunk, given.k_subchunk)]
             for q, gone in parts:
                 yield self._keys(keys[~np.isin(keys, gone)])._replace(queries=self._query(q))
         remote_queries = self.remote_queries.at(self.remote_queries.step == step)
-        for q, k in alike(remote_queries.q_subchunk, remote_queries.k_subchunk):
+        for q, k in group_by_keys(remote_queries.q_subchunk, remote_queries.k_subchunk):
             yield self._keys(k)._replace(queries=self._query(q))
 
     def _at_home(self, step: int) -> Iterator[Group]:
