@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What the jobs here share. A job is a few #SBATCH lines, `source slurm/common.sh` and one call:
 #
-#   ranks ARGUMENTS...    torchrun ARGUMENTS on every node of the allocation, one task a node
+#   ranks ARGUMENTS...    torchrun ARGUMENTS on every node of the allocation, one task per node
 #   bench ARGUMENTS...    ranks with `bench attention`, on the shapes of Llama 3 8B
 #   run COMMAND...        prints the command and runs it; with --dry-run it only prints
 #
@@ -71,14 +71,14 @@ export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 # shellcheck disable=SC2016 # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 
-# Before the time limit Slurm signals the batch shell (#SBATCH --signal=B:USR1@S): the ranks are told,
-# save and end well, and the job goes back to the queue.
+# Before the time limit Slurm signals the batch shell (#SBATCH --signal=B:USR1@S): the shell signals the
+# ranks, which save and end, and the job goes back to the queue.
 requeue=false
 trap 'requeue=true; run scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 
-# How many ranks ended with which words: a wrong setting is one line here, however many ranks say it.
+# Last lines of the ranks, with how many ranks ended with each: a wrong setting is one line here.
 failed() {
-    printf 'tasp: the ranks failed; "Root Cause" above names the first. Last words, the rest in %s:\n' "$result/logs"
+    printf 'tasp: the ranks failed; "Root Cause" above names the first. Last lines, the rest in %s:\n' "$result/logs"
     tail -qn 1 "$result"/logs/*/"${job}"_*/attempt_0/*/stderr.log | sort | uniq -c
     exit 1
 } >&2
@@ -104,7 +104,7 @@ ranks() {
     ! $requeue || run scontrol requeue "$SLURM_JOB_ID"
 }
 
-# What is said later wins: the caller's words, then the user's.
+# A later option replaces an earlier one: the job's, then the user's.
 bench() {
     ranks -m tasp_core bench attention --dtype bfloat16 --heads 32 --kv-heads 8 --head-dim 128 \
         --methods ring,tasp,wave,all_gather --lengths 16384,65536,262144 --out "$result/bench.json" "$@"

@@ -1,10 +1,10 @@
-"""One node's part of the rank -> node -> device map, and its topology; common.sh runs it once a node.
+"""One node's part of the rank -> node -> device map, and its topology; common.sh runs it once per node.
 
 facts.py DEVICE RANKS FOLDER prints a line for each of the node's ranks, as torch numbers its devices:
 
     rank 9 -> node n1 -> cuda:1 NVIDIA H100 80GB HBM3 1f2e3d4c-...
 
-and records what the vendor's tool says of the links in FOLDER/NODE.txt. Exit 1 where devices lack.
+and writes the vendor tool's table of links to FOLDER/NODE.txt. Exit 1 where there are too few devices.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ TOPOLOGY = {"cuda": ("nvidia-smi", "topo", "-m"), "rocm": ("rocm-smi", "--showto
 
 
 def devices(kind: str, ranks: int) -> list[str]:
-    """One name a rank. Raises ValueError where torch sees fewer devices."""
+    """The name of each rank's device.
+
+    Raises:
+        ValueError: torch sees fewer devices.
+    """
     if kind == "cpu":
         return ["cpu"] * ranks
     import torch
 
-    found = torch.cuda.device_count()
-    if found < ranks:
+    count = torch.cuda.device_count()
+    if count < ranks:
         raise ValueError(
-            f"torch {torch.__version__} sees {found} {kind} devices, {ranks} ranks need one each"
+            f"torch {torch.__version__} sees {count} {kind} devices, {ranks} ranks need one each"
         )
-    seen = [torch.cuda.get_device_properties(i) for i in range(ranks)]
-    return [f"cuda:{i} {p.name} {p.uuid}" for i, p in enumerate(seen)]
+    properties = [torch.cuda.get_device_properties(i) for i in range(ranks)]
+    return [f"cuda:{i} {p.name} {p.uuid}" for i, p in enumerate(properties)]
 
 
 def topology(kind: str) -> str:
-    """What the vendor's tool prints, or why there is nothing to print."""
+    """What the vendor's tool prints, or why it prints nothing."""
     if kind not in TOPOLOGY:
         return f"no topology tool for {kind}\n"
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             TOPOLOGY[kind], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{' '.join(TOPOLOGY[kind])}: {error}\n"
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
 def main(kind: str, ranks: int, folder: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# node.sh LOGS TORCHRUN...: torchrun on one node, with what only this node knows; common.sh starts it.
+# node.sh LOGS TORCHRUN...: torchrun on one node, with the node's rank and log folder; common.sh starts it.
 # Only the ranks answer SIGUSR1, which Slurm sends to every process of the step.
 set -euo pipefail
 export PET_NODE_RANK=$SLURM_NODEID PET_LOG_DIR=$1/$SLURMD_NODENAME

@@ -1,6 +1,6 @@
-"""The errors a user can cause; each says what was asked, what was found, what to do.
+"""Errors that a user can cause; each says what was asked, what was found, what to do.
 
-All are `ValueError`s except `TransportError`, which reports a peer that stopped answering.
+All are `ValueError`s except `TransportError`, which reports a message that did not arrive.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """A plan that cannot be built, is wrong, or does not fit the tensors or the group."""
+    """A plan that cannot be built, is wrong, or does not fit the tensors or the process group."""
 
 
 class LayoutError(ValueError):
@@ -22,14 +22,14 @@ class TopologyError(ValueError):
 
 
 class FabricError(TopologyError):
-    """An emulated network that this system does not let us build."""
+    """An emulated network that cannot be built on this system."""
 
 
 class TransportError(RuntimeError):
     """A message that did not arrive; names rank, step, peer and share.
 
     Attributes:
-        peers: the ranks, of all processes, for which it waited; () where that is not known.
+        peers: global ranks that were waited for; () where that is not known.
     """
 
     def __init__(self, *args: object, peers: Iterable[int] = ()) -> None:

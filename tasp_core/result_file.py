@@ -1,4 +1,4 @@
-"""Result files: one JSON a run, with schema version, configuration and environment."""
+"""Result files: one JSON file per run, with schema version, configuration and environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the code: versions, processor, cores; no names, no paths."""
+    """What a figure depends on besides the code: versions, processor, cores; no host names, no paths."""
     packages: dict[str, str | None] = {}
     for name in ("torch", "numpy", "networkx", "flash-attn"):
         try:
@@ -43,7 +43,7 @@ def _processor() -> str:
 
 
 def write(path: Path, kind: str, **body: Any) -> None:
-    """Write one run's result; parents are made, an old file is replaced in one move."""
+    """Write one run's result; folders are made, and an old file is replaced in one rename."""
     data = {"schema": SCHEMA, "kind": kind, "environment": environment(), **body}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
@@ -55,15 +55,16 @@ def read(path: Path, kind: str) -> dict[str, Any]:
     """A run's result as `write` left it.
 
     Raises:
-        PlanError: no such file, or one of another schema or kind.
+        PlanError: there is no such file, or it has another schema or kind.
     """
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"cannot read the result file {path}: {error}") from None
-    found = (data.get("schema"), data.get("kind")) if isinstance(data, dict) else (None, None)
-    if found != (SCHEMA, kind):
+    head = data if isinstance(data, dict) else {}
+    if (head.get("schema"), head.get("kind")) != (SCHEMA, kind):
         raise PlanError(
-            f"{path} has schema {found[0]!r} and kind {found[1]!r}, wanted are {SCHEMA} and {kind!r}"
+            f"{path} has schema {head.get('schema')!r} and kind {head.get('kind')!r}, "
+            f"wanted are {SCHEMA} and {kind!r}"
         )
     return data

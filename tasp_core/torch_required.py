@@ -1,7 +1,7 @@
-"""The door to torch: importing this module refuses a torch that is missing or known to be wrong.
+"""Importing this module checks torch: one that is missing, or known to be wrong, is refused.
 
-What needs tensors imports it first: `attention`, `launch`, `shard` and its kin, `kernels`. So a wrong
-torch is named before it computes. Planning, proofs and predictions need no torch and never come here.
+Modules that need tensors import it first: `attention`, `launch`, `shard` and the like, `kernels`. So a
+wrong torch is reported before it computes. Planning, proofs and predictions need no torch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ def require_torch() -> None:
     try:
         import torch
     except ModuleNotFoundError as error:
-        if error.name != "torch":  # a damaged installation says itself what it misses
+        if error.name != "torch":  # a damaged installation reports itself what is missing
             raise
         raise ImportError(
             "torch is not installed; attention and all that handles tensors need it (plan, check, "
             f"simulate and select do not); {remedy}",
             name="torch",
         ) from None
-    found = str(torch.__version__)
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", found)
+    installed = str(torch.__version__)
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", installed)
     if numbers is None:
-        raise ImportError(f"torch's version {found!r} is no release number; {remedy}", name="torch")
+        raise ImportError(
+            f"torch's version {installed!r} is no release number; {remedy}", name="torch"
+        )
     if tuple(int(x or 0) for x in numbers.groups()) < OLDEST:
         raise ImportError(
-            f"torch {found} is older than {wanted}, the oldest that was tried. The CPU flash kernel of "
+            f"torch {installed} is older than {wanted}, the oldest that was tried. The CPU flash kernel of "
             "torch 2.8.0 gives wrong numbers and corrupts memory where query heads share key/value "
             f"heads. Install a newer one; {remedy}",
             name="torch",

@@ -28,9 +28,7 @@ import torch
 import torch.distributed as real
 from torch import Tensor
 
-from tasp_core.runtime import exchange as transport
-from tasp_core.runtime import sharding as tensors
-from tasp_core.runtime import ulysses
+from tasp_core.runtime import exchange, process_group, sharding
 
 
 class MispairedError(RuntimeError):
@@ -133,10 +131,10 @@ class Double:
     def install(self, monkeypatch: Any) -> None:
         """Puts it where the modules that exchange look for torch.distributed."""
         stand_in = Dist()
-        for module in (transport, ulysses, tensors):
+        for module in (process_group, exchange, sharding):
             monkeypatch.setattr(module, "dist", stand_in)
-        for module in (transport, ulysses):
-            monkeypatch.setattr(module, "over_nccl", lambda *_: True, raising=False)
+        for module in (process_group, exchange):
+            monkeypatch.setattr(module, "over_nccl", lambda *_: True)
 
     # ---- ranks as threads, one at a time
 

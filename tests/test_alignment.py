@@ -20,18 +20,11 @@ from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.lab.bench.one_process import run_in_process
 from tasp_core.runtime import execute
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIMS = (8, 20, 24, 64, 68, 72)
 DTYPES = (torch.float16, torch.bfloat16)
 BOUND = {torch.float16: 0.02, torch.bfloat16: 0.15}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Careful(StandIn):

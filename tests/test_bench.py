@@ -17,12 +17,11 @@ from tasp_core.lab.bench import attention as attention_bench
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lab.bench.attention import Config, remote_unused, sampled_gap, too_fast
 from tasp_core.lab.bench.collect import collect, write_csv
-from tasp_core.lab.bench.emulated_cases import Goal, cases, ccr, gaps, judge, table
-from tasp_core.lab.bench.passes import Pass, held
+from tasp_core.lab.bench.emulated_cases import Goal, case_ccr, cases, gaps, goals_of, table
+from tasp_core.lab.bench.passes import Pass, method_errors
 from tasp_core.lab.emulation.device import CALL_S, Device
 from tasp_core.lowering.lower import lower
-from tasp_core.runtime import exchange as transport
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import GlooExchange
 from tasp_core.runtime.packing import packed_messages, put_rows, take_rows
 from visualize.curves import PUBLISHED, curves, gains
 
@@ -37,9 +36,9 @@ def on_ranks(ranks, fn, p, inputs=INPUTS):
     return tasp.launch(work, ranks)
 
 
-def deaf(self, t, step, buffers):
+def deaf(self, t, sends, recvs, buffers):
     """An exchange whose messages bring what is expected of them, but nobody's values."""
-    for m in step.recvs:
+    for m in recvs:
         for low, count in m.ranges:
             buffers[m.buffer][low : low + count] = 0.5
     return lambda: None
@@ -51,7 +50,7 @@ def deaf(self, t, step, buffers):
 def test_a_pass_that_ignores_remote_values_is_caught(monkeypatch):
     p = tasp.plan(DOCS, 3)
     assert on_ranks(3, remote_unused, p) == ["", "", ""]
-    monkeypatch.setattr(Exchange, "post", deaf)
+    monkeypatch.setattr(GlooExchange, "post", deaf)
     said = on_ranks(3, remote_unused, p)
     assert sum(bool(x) for x in said) == 1
     assert "whatever values the other ranks hold" in "".join(said)
@@ -59,22 +58,22 @@ def test_a_pass_that_ignores_remote_values_is_caught(monkeypatch):
 
 def test_own_errors_are_the_same_on_all_ranks_and_see_a_wrong_one(monkeypatch):
     p, oracle = tasp.plan(DOCS, 3), Reference(INPUTS, DOCS)
-    good = on_ranks(3, lambda one: held([one], oracle)[0], p)
+    good = on_ranks(3, lambda one: method_errors([one], oracle)[0], p)
     assert all(e.ok and e == good[0] for e in good)
-    monkeypatch.setattr(Exchange, "post", deaf)
-    bad = on_ranks(3, lambda one: held([one], oracle)[0], p)
+    monkeypatch.setattr(GlooExchange, "post", deaf)
+    bad = on_ranks(3, lambda one: method_errors([one], oracle)[0], p)
     assert not any(e.ok for e in bad)
 
 
 def test_sampled_rows_find_a_wrong_output(monkeypatch):
     p = tasp.plan(DOCS, 3, schedule="ring")
     assert max(on_ranks(3, sampled_gap, p)) < 1e-5
-    monkeypatch.setattr(Exchange, "post", deaf)
+    monkeypatch.setattr(GlooExchange, "post", deaf)
     assert max(on_ranks(3, sampled_gap, p)) > 1e-2
 
 
 def test_nothing_is_faster_than_the_peak():
-    assert too_fast(2.0, 1.0).startswith("2 TFLOP/s a rank, above the peak of 1")
+    assert too_fast(2.0, 1.0).startswith("2 TFLOP/s per rank, above the peak of 1")
     assert too_fast(0.9, 1.0) == too_fast(5.0, 0.0) == ""
 
 
@@ -139,13 +138,13 @@ def test_bundled_or_not_gives_the_same_bits(monkeypatch):
     inputs = Inputs.random(640, 2, 2, 8)
 
     def attend(one):
-        posted, start = [], transport.Exchange.start
+        posted, start = [], GlooExchange.start
 
         def watch(self, t, recvs, sends):
             posted.append(len(recvs) + len(sends))
             return start(self, t, recvs, sends)
 
-        transport.Exchange.start = watch
+        GlooExchange.start = watch
         return run_rank(one.rank, one.group, p, inputs)[0], posted
 
     packed = on_ranks(4, attend, p, inputs)
@@ -188,7 +187,7 @@ def case(gain, group="mesh", mbit=20.0):
 
 
 def test_goals_are_met_or_not_by_the_worst_case():
-    goals = {g.text: g for g in judge([case(6.9), case(5.0)])}
+    goals = {g.text: g for g in goals_of([case(6.9), case(5.0)])}
     least = goals["TASP end to end, 20 Mbit/s, ranks share cores, least CCR"]
     assert (least.found, least.met) == (pytest.approx(5.0), False)
     assert str(least).startswith("NOT MET")
@@ -247,7 +246,7 @@ def test_a_case_of_a_given_ccr_is_simulated_to_have_it():
 
 def test_ccr_and_gaps_and_table():
     one = case(7.0)
-    assert ccr(one) == pytest.approx(0.1 / 7.0)
+    assert case_ccr(one) == pytest.approx(0.1 / 7.0)
     assert [round(gap, 6) for _, gap in gaps([one])] == [0.05] * 4
     assert "7.000 [7.000 7.000]" in table(one)
     assert table(one).count("\n") == 2
@@ -271,7 +270,11 @@ def test_result_files_become_one_table_and_curves(tmp_path):
     found, skipped = collect(tmp_path)
     assert skipped.keys() == {"c.json", "d.json"}
     assert {f.how for f in found} == {"measured", "modelled", "bound"}
-    assert write_csv(found, tmp_path / "r.csv").read_text().count("\n") == 1 + len(found)
+    header, *lines = write_csv(found, tmp_path / "r.csv").read_text().splitlines()
+    assert header == (
+        "file,kind,case,method,tokens,ranks,ccr,quantity,how,unit,samples,median,least,most"
+    )
+    assert len(lines) == len(found)
     figures = dict(curves(found))
     assert figures.keys() == {"time", "speedup"}
     assert figures["speedup"].svg.count('class="published"') == len(PUBLISHED)

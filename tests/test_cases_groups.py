@@ -16,9 +16,9 @@ import tasp_core as tasp
 from tasp_core.kernels import flash
 from tasp_core.kernels.aten import AtenCpu
 from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
-from tasp_core.lowering.program import Message, Step
+from tasp_core.lowering.program import Message
 from tasp_core.runtime import execute
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import exchange_of
 
 DOCS = tasp.Documents.of([37, 81, 2, 60])
 
@@ -113,7 +113,7 @@ def test_g3_the_first_operation_of_a_group_may_be_a_partial_step(ranks):
         kv[:4] = 7.0
         sends = (Message(1, "kv", 1, 2, 0, 0, 0, 0),) if rank == 0 else ()
         recvs = (Message(0, "kv", 6, 2, 0, 0, 0, 0),) if rank == 1 else ()
-        Exchange(fresh).post(0, Step(sends, recvs, *[None] * 5), {"kv": kv})()
+        exchange_of(fresh).post(0, sends, recvs, {"kv": kv})()
         return kv[4:, 0, 0].tolist()
 
     answers = tasp.launch(first, ranks, timeout_s=20)

@@ -160,8 +160,8 @@ def test_a_plan_of_one_rank_counts_this_process_alone():
 
 
 BAD_LABELS = [
-    (torch.arange(8) + 90, "label 97 is outside the vocabulary of 97"),
-    (-torch.arange(8), "label -1 is outside"),
+    (torch.arange(8) + 90, "labels hold 97, outside the 97 classes of the logits"),
+    (-torch.arange(8), "labels hold -1, outside"),
     (torch.arange(8).float(), "must be token ids, whole numbers, got torch.float32"),
     (torch.arange(8) > 3, "got torch.bool"),
     (torch.arange(7), "do not match"),
@@ -325,7 +325,7 @@ def test_tensors_that_do_not_fit_are_refused_with_both_sizes():
         tasp.shard(row, p, 0, dim=1)
     with pytest.raises(tasp.LayoutError, match="rank 3 does not exist"):
         tasp.shard(row, p, 3)
-    with pytest.raises(tasp.LayoutError, match="unshard needs 3 pieces, one a rank, got 2"):
+    with pytest.raises(tasp.LayoutError, match="unshard needs 3 pieces, one per rank, got 2"):
         tasp.unshard(pieces[:2], p)
     with pytest.raises(tasp.LayoutError, match=f"piece of rank 1.*has {len(pieces[1]) - 1} tokens"):
         tasp.unshard([pieces[0], pieces[1][1:], pieces[2]], p)

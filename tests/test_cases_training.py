@@ -142,13 +142,13 @@ def peak(rank, group, settings, keep=False):
     """
     training.attention = partial(tasp.attention, keep_kv=keep)  # in this forked rank alone
     job = training.Run(settings, Stop())
-    stream = iter(job.feed(job.corpus, settings.rows, Cursor()))
+    stream = iter(job.batches(job.corpus, settings.rows, Cursor()))
     job.train(next(stream))
     most = []
     for batch in islice(stream, 3):
         job.optimizer.zero_grad()
         most.append(memory.measure_cpu(partial(job.train, batch)))
-    return memory.held(job.model, job.optimizer) + min(most)
+    return memory.state_bytes(job.model, job.optimizer) + min(most)
 
 
 def test_memory_falls_with_the_ranks_as_the_model_says(tmp_path):
@@ -269,7 +269,7 @@ def test_worlds_that_rows_or_plans_do_not_fit(tmp_path):
 
     for options, message in (
         ({"ranks": 3}, "4 processes are no whole number of groups of 3"),
-        ({"ranks": 2, "rows": 3}, "3 rows a step cannot be shared out to 2 groups of 2 ranks"),
+        ({"ranks": 2, "rows": 3}, "3 rows per step do not divide among 2 groups of 2 ranks"),
         ({"intra": 3}, "intra=3 does not divide"),
         ({"machine": "mesh3"}, "has 3 ranks"),
     ):

@@ -22,7 +22,7 @@ from tasp_course.sources import HERE, KINDS, tags, units
 pytestmark = pytest.mark.course
 LONGEST_S, MOST_BYTES = 60, 2 * 10**9
 
-# Python tells its audit hooks of every connection and every look-up of a name; forked ranks, too.
+# Audit hooks see every connection and every look-up of a host name, in forked ranks, too.
 OFFLINE = """
 import sys as _sys
 
@@ -38,22 +38,22 @@ _sys.addaudithook(_only_here)
 """
 
 
-class Throughput(threading.Thread):
-    """The most memory (PSS) that processes started meanwhile by this one hold together."""
+class PeakMemory(threading.Thread):
+    """The peak memory (PSS) of all child processes of this one together, while the thread runs."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most, self.going = 0, True
+        self.peak, self.running = 0, True
 
     def run(self) -> None:
-        while self.going:
+        while self.running:
             total = 0
             for process in psutil.Process().children(recursive=True):
                 try:
                     total += process.memory_full_info().pss
                 except psutil.Error:  # it has just ended
                     continue
-            self.most = max(self.most, total)
+            self.peak = max(self.peak, total)
             time.sleep(0.3)
 
 
@@ -64,22 +64,22 @@ def offline(nb: Any) -> Any:
 
 
 def errors(nb: Any) -> list[str]:
-    found = (o for c in nb.cells if c.cell_type == "code" for o in c.outputs)
-    return [f"{o.ename}: {o.evalue}" for o in found if o.output_type == "error"]
+    outputs = (o for c in nb.cells if c.cell_type == "code" for o in c.outputs)
+    return [f"{o.ename}: {o.evalue}" for o in outputs if o.output_type == "error"]
 
 
 def verdicts(nb: Any) -> Counter[str]:
-    some = (o.get("data") for c in nb.cells if "check" in tags(c) for o in c.outputs)
-    said = [data["text/plain"] for data in some if data]
-    return Counter(re.match(r"still to do|not yet|right", words)[0] for words in said)
+    outputs = (o.get("data") for c in nb.cells if "check" in tags(c) for o in c.outputs)
+    texts = [data["text/plain"] for data in outputs if data]
+    return Counter(re.match(r"still to do|not yet|right", text)[0] for text in texts)
 
 
-def strays(nb: Any) -> list[str]:
-    """Numbers in prose, recap questions and a link's first aside, that no code or output has."""
+def uncomputed_numbers(nb: Any) -> list[str]:
+    """Numbers in prose that are in no code and no output. Recap questions may have their own numbers."""
     computed, prose = "", ""
     for cell in nb.cells:
         if cell.cell_type == "markdown":
-            recap = cell.source.startswith("## Recap")  # its numbers are questions
+            recap = cell.source.startswith("## Recap")  # its numbers belong to the questions
             prose += "" if recap else f"\n{cell.source}"
             continue
         computed += f"\n{cell.source}"
@@ -98,20 +98,20 @@ def strays(nb: Any) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 def test_a_unit_runs(source, kind):
-    meter, begin = Throughput(), time.monotonic()
-    meter.start()
-    done = execute(offline(notebook(source, kind)), HERE / kind)
-    took, meter.going = time.monotonic() - begin, False
-    meter.join()
-    print(f"\n{source.stem[:7]} {kind}: {took:.1f} s, {meter.most / 1e6:.0f} MB")
-    assert not errors(done)
-    found = verdicts(done)
-    assert set(found) == {"still to do" if kind == "learner" else "right"}, found
-    assert found.total() >= 4
+    memory, start = PeakMemory(), time.monotonic()
+    memory.start()
+    executed = execute(offline(notebook(source, kind)), HERE / kind)
+    seconds, memory.running = time.monotonic() - start, False
+    memory.join()
+    print(f"\n{source.stem[:7]} {kind}: {seconds:.1f} s, {memory.peak / 1e6:.0f} MB")
+    assert not errors(executed)
+    counts = verdicts(executed)
+    assert set(counts) == {"still to do" if kind == "learner" else "right"}, counts
+    assert counts.total() >= 4
     if kind == "solved":
-        assert not strays(done)
-    assert took <= LONGEST_S
-    assert meter.most <= MOST_BYTES
+        assert not uncomputed_numbers(executed)
+    assert seconds <= LONGEST_S
+    assert memory.peak <= MOST_BYTES
 
 
 def test_the_index_runs():
@@ -120,12 +120,12 @@ def test_the_index_runs():
 
 def test_a_learners_error_does_not_end_the_run():
     nb = notebook(units(["0"])[0], "learner")
-    mine = next(c for c in nb.cells if "exercise" in tags(c) and c.cell_type == "code")
-    mine.source = "1 / 0"
-    done = execute(offline(nb), HERE / "learner")
-    assert [e.split(":")[0] for e in errors(done)] == ["ZeroDivisionError", "NameError"]
-    assert verdicts(done)["still to do"] >= 3
-    assert all(c.execution_count for c in done.cells if c.cell_type == "code")
+    stub = next(c for c in nb.cells if "exercise" in tags(c) and c.cell_type == "code")
+    stub.source = "1 / 0"
+    executed = execute(offline(nb), HERE / "learner")
+    assert [e.split(":")[0] for e in errors(executed)] == ["ZeroDivisionError", "NameError"]
+    assert verdicts(executed)["still to do"] >= 3
+    assert all(c.execution_count for c in executed.cells if c.cell_type == "code")
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_the_network_is_shut(line, tmp_path: Path):
     cell = nbformat.v4.new_code_cell(
         f"import socket\ns = socket.socket()\n{line}", metadata={"tags": ["raises-exception"]}
     )
-    done = execute(offline(nbformat.v4.new_notebook(cells=[cell])), tmp_path)
-    assert errors(done)[0].startswith("ConnectionRefusedError: no network here")
+    executed = execute(offline(nbformat.v4.new_notebook(cells=[cell])), tmp_path)
+    assert errors(executed)[0].startswith("ConnectionRefusedError: no network here")

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("jupytext", reason="the course needs the notebooks' packages: make notebooks")
 from tasp_course.build import notebook, outputs
 from tasp_course.kit import checks, teachers_kit, wrong_answers
-from tasp_course.sources import HERE, cells, minutes, tags, units
+from tasp_course.sources import HERE, KINDS, ROOT, cells, minutes, tags, units
 
 UNITS = pytest.mark.parametrize("source", units(), ids=lambda p: p.stem[:7])
 NAMED = lambda path: f"{path.parent.name}/{path.stem[:7]}"  # noqa: E731
@@ -23,12 +23,17 @@ LONGEST_CELL, EXERCISES = 20, 3
 
 @cache
 def answers(source: Path, tag: str) -> dict[str, Any]:
-    """Names after the unit's set-up cells and the cells with this tag."""
+    """The namespace after the unit's set-up cells and its cells with this tag."""
     names: dict[str, Any] = {"__name__": "answers"}
     for cell in cells(source):
         if cell.cell_type == "code" and {"setup", tag} & set(tags(cell)):
             exec(compile(cell.source, f"{source.name}, {tag}", "exec"), names)
     return names
+
+
+def links(text: str) -> list[str]:
+    """Targets of markdown links, without anchors; a link may begin a new line of a comment."""
+    return re.findall(r"\]\(([^)#]+)", text)
 
 
 def asked(source: Path) -> dict[str, str]:
@@ -43,8 +48,8 @@ def test_notebooks_are_those_of_their_sources(path):
 
 
 def test_there_are_no_other_notebooks():
-    found = {p for p in HERE.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts}
-    assert found == set(BUILT)
+    present = {p for p in HERE.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts}
+    assert present == set(BUILT)
 
 
 def test_all_units_are_there():
@@ -53,8 +58,7 @@ def test_all_units_are_there():
 
 @UNITS
 def test_a_unit_has_its_parts(source):
-    some = cells(source)
-    code = [c for c in some if c.cell_type == "code"]
+    code = [c for c in cells(source) if c.cell_type == "code"]
     assert max(len(c.source.splitlines()) for c in code) <= LONGEST_CELL
     assert len(source.read_text().splitlines()) < 300
     kinds = [next((t for t in ("exercise", "solution", "check") if t in tags(c)), "") for c in code]
@@ -62,7 +66,7 @@ def test_a_unit_has_its_parts(source):
     assert order == ["exercise", "solution", "check"] * (len(order) // 3)
     assert len(order) // 3 >= EXERCISES + 1  # and the recap
     assert minutes(source) >= 15
-    prose = "\n".join(c.source for c in some if c.cell_type == "markdown")
+    prose = "\n".join(c.source for c in cells(source) if c.cell_type == "markdown")
     for part in ("Picture and question", "Play", "Recap"):
         assert re.search(rf"^## {part} \(\d+ min\)$", prose, re.MULTILINE), part
     assert set(asked(source)) == set(wrong_answers(source)) >= {"check_recap"}
@@ -70,23 +74,23 @@ def test_a_unit_has_its_parts(source):
 
 @UNITS
 def test_stubs_are_still_to_do(source):
-    for name, words in asked(source).items():
-        verdict = getattr(checks(source), name)(eval(words, answers(source, "exercise")))
+    for name, answer in asked(source).items():
+        verdict = getattr(checks(source), name)(eval(answer, answers(source, "exercise")))
         assert verdict.state == "to do", (name, verdict)
 
 
 @UNITS
 def test_solutions_pass(source):
-    for name, words in asked(source).items():
-        verdict = getattr(checks(source), name)(eval(words, answers(source, "solution")))
+    for name, answer in asked(source).items():
+        verdict = getattr(checks(source), name)(eval(answer, answers(source, "solution")))
         assert verdict.state == "right", (name, verdict)
 
 
 @UNITS
 def test_wrong_answers_fail(source):
-    for name, some in wrong_answers(source).items():
-        assert len(some) >= 2, name
-        for label, answer in some.items():
+    for name, wrong in wrong_answers(source).items():
+        assert len(wrong) >= 2, name
+        for label, answer in wrong.items():
             verdict = getattr(checks(source), name)(answer)
             assert verdict.state == "wrong", (name, label)
             assert verdict.hint, (name, label)
@@ -126,7 +130,7 @@ def test_a_function_of_whose_result_a_part_is_none_is_told_so():
 
 
 @UNITS
-def test_a_unit_ends_with_the_way_on(source):
+def test_a_unit_ends_with_links_to_the_next_unit_and_the_index(source):
     last = notebook(source, "learner")["cells"][-1]["source"]
     after = units()[units().index(source) + 1 :]
     assert last.endswith("[All units](../index.ipynb)")
@@ -140,11 +144,24 @@ def test_a_unit_ends_with_the_way_on(source):
 def test_links_resolve(path):
     text = path.read_text()
     if path.suffix == ".ipynb":
-        some = json.loads(text)["cells"]
-        text = "\n".join("".join(c["source"]) for c in some if c["cell_type"] == "markdown")
-    for link in re.findall(r"\]\(([^)#]+)", text):
+        prose = (c["source"] for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+        text = "\n".join("".join(lines) for lines in prose)
+    for link in links(text):
         assert not link.startswith("http"), "a course without a network links to no page"
         assert (path.parent / link).exists(), link
+
+
+@UNITS
+def test_links_of_a_source_resolve_from_both_of_its_notebooks(source):
+    for link in links(source.read_text()):
+        name, suffix = Path(link).stem, Path(link).suffix
+        if suffix == ".ipynb":
+            assert name in {unit.stem for unit in units()}, f"no unit has the source {name}.py"
+            continue
+        for kind in KINDS:
+            target = (HERE / kind / link).resolve()
+            assert target.is_file(), link
+            assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
 
 
 def test_learners_notebooks_go_on_after_an_error():

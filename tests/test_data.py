@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.training.data import IGNORE, Corpus, ahead, batches, packed_rows
+from tasp_core.lab.training.data import IGNORE, Corpus, ahead, batches, packed_sequences
 
 
 def test_rows_are_all_of_the_text_once_an_epoch(tmp_path):
@@ -19,7 +19,7 @@ def test_rows_are_all_of_the_text_once_an_epoch(tmp_path):
         (tmp_path / name).write_text(text)
     corpus = Corpus.of([tmp_path])
     total = sum(map(len, texts.values()))
-    stream = packed_rows(corpus, 7)
+    stream = packed_sequences(corpus, 7)
     rows = [next(stream) for _ in range(3 * total)]  # 21 epochs
     text = b"".join(row.ids.tobytes() for row in rows)
     for epoch in range(21):
@@ -30,7 +30,7 @@ def test_rows_are_all_of_the_text_once_an_epoch(tmp_path):
     orders = {text[e * total : (e + 1) * total] for e in range(21)}
     assert len(orders) > 1
     for i in (0, 11, 50):  # a stream goes on where its cursor says
-        again = packed_rows(corpus, 7, cursor=rows[i].cursor)
+        again = packed_sequences(corpus, 7, cursor=rows[i].cursor)
         for row in rows[i + 1 : i + 20]:
             found = next(again)
             assert found.ids.tobytes() == row.ids.tobytes()
@@ -98,16 +98,19 @@ def test_data_that_cannot_be_read_is_named(tmp_path):
     good.write_text("fine " * 20)
     bad.write_bytes(b"caf\xe9 au lait")
     with pytest.raises(tasp.PlanError, match=r"bad.txt' is not UTF-8 text: byte 0xe9 at 3"):
-        [row for row, _ in zip(packed_rows(Corpus.of([tmp_path]), 10), range(30), strict=False)]
+        [
+            row
+            for row, _ in zip(packed_sequences(Corpus.of([tmp_path]), 10), range(30), strict=False)
+        ]
     corpus = Corpus.of([good])
-    stream = packed_rows(corpus, 30)
+    stream = packed_sequences(corpus, 30)
     next(stream)
     good.unlink()
     with pytest.raises(tasp.PlanError, match=r"good.txt' cannot be read: No such file"):
         [next(stream) for _ in range(9)]
     good.write_text("fine")
     with pytest.raises(tasp.PlanError, match="shorter than when it was listed"):
-        next(packed_rows(corpus, 30))
+        next(packed_sequences(corpus, 30))
     chat = tmp_path / "chat.jsonl"
     for line in (
         '{"prompt": "a"}',
@@ -117,7 +120,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path):
     ):
         chat.write_text('{"prompt": "a", "response": "b"}\n' + line)
         with pytest.raises(tasp.PlanError, match=r"chat.jsonl', byte 33: not a line like"):
-            [row for row, _ in zip(packed_rows(Corpus.of([chat]), 9), range(9), strict=False)]
+            [row for row, _ in zip(packed_sequences(Corpus.of([chat]), 9), range(9), strict=False)]
     for missing in (tmp_path / "none", bad.with_suffix(".empty")):
         (tmp_path / "bad.empty").touch()
         with pytest.raises(tasp.PlanError, match=r"no data file|no text in"):

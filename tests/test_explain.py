@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
 import tasp_core as tasp
+from tasp_core.costs.traffic import Sizes, traffic_of
 from tasp_core.lab.bench.accuracy import Inputs
-from tasp_core.runtime import ulysses
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.attention import members_of
+from tasp_core.runtime.exchange import CountingExchange, exchange_of
 
 PLANS = [
     tasp.plan([137, 201, 89], 4, schedule=s, layout=lay, machine=m, intra=a)
@@ -27,35 +29,28 @@ PLANS = [
 
 
 def counted(rank, group, plans):
-    """Bytes this rank hands to torch.distributed, forward and backward."""
-    sent = [0]
-    start, heads = Exchange.start, ulysses.post
-
-    def post(self, t, recvs, sends):
-        sent[0] += sum(x.rows.numel() * x.rows.itemsize for x in sends)
-        return start(self, t, recvs, sends)
-
-    def exchange(group, recvs, sends):
-        sent[0] += sum(rows.numel() * rows.itemsize for rows, _, _ in sends)
-        return heads(group, recvs, sends)
-
-    Exchange.start, ulysses.post = post, exchange
+    """Bytes that this rank sends, forward and backward; and by link and step, of each of both."""
     result = []
     for p in plans:
-        sent[0] = 0
+        exchange = CountingExchange(exchange_of(group, members_of(p, group)))
         inputs = Inputs.random(p.docs.total, 4, 2, 8)
         q, k, v, dout = (tasp.shard(x, p, rank) for x in inputs.tensors())
         for x in (q, k, v):
             x.requires_grad_()
-        out = tasp.attention(q, k, v, p, group)
-        forward = sent[0]
+        out = tasp.attention(q, k, v, p, exchange)
+        forward, links = exchange.total_bytes, [exchange.step_bytes]
+        exchange.reset()
         out.backward(dout)
-        result.append((forward, sent[0] - forward))
+        result.append(((forward, exchange.total_bytes), [*links, exchange.step_bytes]))
     return result
 
 
-def test_bytes_are_those_that_are_sent():
-    by_rank = tasp.launch(counted, 4, PLANS)
+@pytest.fixture(scope="module")
+def by_rank():
+    return tasp.launch(counted, 4, PLANS)
+
+
+def test_bytes_are_those_that_are_sent(by_rank):
     for i, p in enumerate(PLANS):
         cost = tasp.explain(p, heads=4, kv_heads=2, head_dim=8, dtype="float32")
         lse = [p.num_tokens(r) * 0 for r in range(4)]
@@ -65,7 +60,20 @@ def test_bytes_are_those_that_are_sent():
         for r in cost.ranks:
             out, inside = r.bytes_out, r.bytes_heads
             expected = (out[0] + inside[0] + lse[r.rank], out[1] + inside[1])
-            assert by_rank[r.rank][i] == expected, (p.summary(), r)
+            assert by_rank[r.rank][i][0] == expected, (p.summary(), r)
+
+
+def test_each_link_carries_in_each_step_what_its_cost_is_made_of(by_rank):
+    for i, p in enumerate(PLANS):
+        if p.intra > 1:
+            continue
+        sizes = Sizes.of(p, 4, 2, 8, "float32", 1)
+        for backward in (False, True):
+            cost = traffic_of(p, p.hops(backward=backward), sizes, backward)
+            columns = (c.tolist() for c in (cost.step, cost.src, cost.dst, cost.nbytes))
+            expected = {(t, src, dst): n for t, src, dst, n in zip(*columns, strict=True) if n}
+            sent = [rank[i][1][backward] for rank in by_rank]
+            assert sum(sent, Counter()) == expected, (p.summary(), backward)
 
 
 def test_sums_steps_and_calls():

@@ -22,7 +22,7 @@ from tasp_core.lab.bench.accuracy import Inputs, Reference
 from tasp_core.lab.bench.calibrate import Bench, calibrate, network, processor
 from tasp_core.lab.bench.emulated import run_case
 from tasp_core.lab.bench.emulated_cases import FULL, Case
-from tasp_core.lab.bench.passes import Pass, held, in_turn, slowest
+from tasp_core.lab.bench.passes import Pass, in_turn, method_errors, slowest
 from tasp_core.lab.emulation import network as fabric
 from tasp_core.lab.emulation.network import Fabric
 from tasp_core.lab.emulation.wiring import emulated, wiring
@@ -115,9 +115,9 @@ def test_without_tools_one_sentence_and_exit_2(words, tmp_path):
 # ---- inside
 
 
-def _attend(rank, group, plans, inputs, judge):
+def _attend(rank, group, plans, inputs, reference):
     passes = [Pass(p, rank, group, inputs, lambda: dist.barrier(group=group)) for p in plans]
-    errors = held(passes, judge)
+    errors = method_errors(passes, reference)
     return errors, in_turn(passes, modes=("communication",), backward=False, repeats=3)
 
 

@@ -13,7 +13,7 @@ from tasp_core.errors import PlanError
 from tasp_core.lab.bench import emulated as fabric_bench
 from tasp_core.lab.bench.collect import collect
 from tasp_core.lab.bench.emulated import chosen, earlier_cases
-from tasp_core.lab.bench.emulated_cases import cases, judge
+from tasp_core.lab.bench.emulated_cases import cases, goals_of
 from tasp_core.lab.bench.passes import DIRECTIONS, MODES
 from tasp_core.lab.emulation import network as fabric
 
@@ -56,7 +56,7 @@ def file():
         "config": {"quick": False, "rates": {"latency_s": 2.0}},
         "calibration": {},
         "cases": rows,
-        "goals": [goal._asdict() for goal in judge(rows)],
+        "goals": [goal._asdict() for goal in goals_of(rows)],
     }
     return json.loads(json.dumps(data))
 

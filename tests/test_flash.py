@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tasp_core.kernels import flash
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCALE = 0.3
 
 
@@ -310,15 +312,6 @@ FAKES = {
     "flash-attn 4 beta 5": Fake(flash.Flash4, FLASH4_B5),
     "flash-attn 4 beta 36": Fake(flash.Flash4, FLASH4_B36),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=FAKES.values(), ids=FAKES)

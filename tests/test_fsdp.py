@@ -16,11 +16,11 @@ import tasp_core as tasp
 from tasp_core.integrations.fsdp import add_up, flat, shard_parameters
 from tasp_core.kernels.reference import oracle
 from tasp_core.lab.training.llama import TinyLlama
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import GlooExchange
 
 ROWS = (tasp.Documents.of([13, 1, 29, 7]), tasp.Documents.of([20, 33]))  # of unequal tokens
 CALLS = [(dist, name) for name in ("all_gather", "all_reduce")] + [
-    (Exchange, name) for name in ("start", "handshake")
+    (GlooExchange, name) for name in ("start", "handshake")
 ]
 
 

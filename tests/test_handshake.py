@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lowering.lower import lower
 from tasp_core.runtime import exchange as transport
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import GlooExchange
 from tasp_core.runtime.packing import TAGS, PackedMessage
+from tasp_core.runtime.process_group import state_of
 
 DOCS = tasp.Documents.of([137, 201, 46])
 INPUTS = Inputs.random(DOCS.total, 4, 2, 8)
@@ -50,7 +52,7 @@ def test_a_call_that_failed_leaves_nothing_to_the_next():
 def test_a_rank_that_is_out_of_step_is_named():
     def one_ahead(rank, group):
         if rank == 2:
-            transport._CALLS[group] = transport._CALLS.get(group, 0) + 1
+            state_of(group).calls += 1
         with pytest.raises(tasp.PlanError) as caught:
             run_rank(rank, group, GOOD[0], INPUTS)
         return str(caught.value)
@@ -78,8 +80,9 @@ def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans(mon
     messages = [PackedMessage(message, torch.zeros(2), tag) for tag in (0, TAGS - 1)]
     seen = set()
     for tag_prefix in (0, 1, (1 << 15) - 1):
-        exchange = Exchange.__new__(Exchange)
-        exchange.group, exchange._salt = Posted(), tag_prefix
+        exchange = GlooExchange.__new__(GlooExchange)
+        exchange.group = Posted()
+        exchange._handshake = SimpleNamespace(tag_prefix=tag_prefix)
         exchange.members = [10, 11, 12, 13]
         exchange.start(transport.STEPS - 1, messages, messages)
         peer = exchange.members[message.peer]

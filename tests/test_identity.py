@@ -5,9 +5,11 @@ Also what stands beside it: the backend that carries a device's tensors, the ord
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
-from tasp_core.runtime import exchange as transport
+from tasp_core.lowering.program import Message
+from tasp_core.runtime import exchange, process_group
 from tasp_core.runtime.launch import RankError
 
 DOCS = tasp.Documents.of([137, 201, 46])
@@ -29,6 +32,7 @@ PLANS = {
     "Ulysses alone": tasp.plan(DOCS, 4, intra=4),
     "moved queries": tasp.plan(DOCS, 4, schedule="helper", layout="contiguous"),
 }
+THREE = tasp.plan(DOCS, 3)
 
 
 def shards(p, rank, grad=True):
@@ -132,15 +136,15 @@ def test_the_same_order_on_all_ranks_is_right_in_every_kind_of_exchange():
 # ---- as on NCCL: no tags, and no host waits for the device
 
 
+class AsOnNccl(exchange.NcclExchange):
+    """As over NCCL in all but the messages themselves, which go over gloo."""
+
+    transfer = exchange.GlooExchange.transfer
+    all_to_all = exchange.GlooExchange.all_to_all
+
+
 def as_on_nccl(monkeypatch):
-    """Exchanges behave as over NCCL in all but the messages themselves."""
-    real = transport.Exchange.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        self.nccl = True
-
-    monkeypatch.setattr(transport.Exchange, "__init__", init)
+    monkeypatch.setattr(exchange, "GlooExchange", AsOnNccl)
 
 
 def two_known_plans(rank, group, first, second):
@@ -170,35 +174,57 @@ def test_an_error_on_one_rank_after_the_others_have_agreed_is_told_to_all(monkey
         assert "rank 2: q, k, v have" in text
 
 
+class Order(AsOnNccl):
+    """Writes down when it posts and when a handshake ends."""
+
+    seen: ClassVar = []
+
+    def post(self, *args):
+        self.seen.append("post")
+        return super().post(*args)
+
+    def finish_handshake(self):
+        if self._handshake.is_open:
+            self.seen.append("agreed")
+        super().finish_handshake()
+
+
 def posted_before_agreed(rank, group, p):
-    seen, post, finish_handshake = [], transport.Exchange.post, transport.Exchange.finish_handshake
-
-    def posting(self, *args):
-        seen.append("post")
-        return post(self, *args)
-
-    def settling(self):
-        if self._open is not transport._finished:
-            seen.append("agreed")
-        finish_handshake(self)
-
-    transport.Exchange.post, transport.Exchange.finish_handshake = posting, settling
     for _ in range(2):
         tasp.attention(*shards(p, rank, grad=False), p, group)
-    return seen
+    return Order.seen
 
 
 def test_a_new_plan_is_compared_before_the_first_message_and_a_known_one_beside_it(monkeypatch):
-    as_on_nccl(monkeypatch)
+    monkeypatch.setattr(exchange, "GlooExchange", Order)
     for seen in tasp.launch(posted_before_agreed, 4, PLANS["p2p"], timeout_s=30):
         steps = seen.count("post") // 2
         assert seen[:2] == ["agreed", "post"]
         assert seen[1 + steps : 3 + steps] == ["post", "agreed"]
 
 
+def several_calls(rank, group, p):
+    """What happens in each of three calls' backward passes, and how many signatures are known then."""
+    passes = []
+    for _ in range(3):
+        out = tasp.attention(*shards(p, rank), p, group)
+        Order.seen.clear()
+        out.sum().backward()
+        passes.append((Order.seen[:2], len(process_group.state_of(group).agreed)))
+    return passes
+
+
+def test_the_backward_pass_of_a_later_call_is_a_known_one(monkeypatch):
+    """Its signature names its call: it would be compared anew each time, and remembered for nothing."""
+    monkeypatch.setattr(exchange, "GlooExchange", Order)
+    for first, *later in tasp.launch(several_calls, 4, PLANS["p2p"], timeout_s=30):
+        assert first == (["agreed", "post"], 2)  # a forward and a backward pass
+        assert later == [(["post", "agreed"], 2)] * 2
+
+
 def joins(rank, group, p):
     """Collectives on the group itself, before its first message and later."""
-    seen, post, reduce = [], transport.Exchange.post, dist.all_reduce
+    seen, post, reduce = [], AsOnNccl.post, dist.all_reduce
 
     def posting(self, *args):
         seen.append("post")
@@ -208,7 +234,7 @@ def joins(rank, group, p):
         seen.append(f"all_reduce of {tensor.numel()}")
         reduce(tensor, group=group)
 
-    transport.Exchange.post, dist.all_reduce = posting, reducing
+    AsOnNccl.post, dist.all_reduce = posting, reducing
     for one in (p, p, tasp.plan([5], 4, schedule="ring")):
         q, k, v = (torch.randn(one.num_tokens(rank), 2, 8) for _ in range(3))
         tasp.attention(q, k, v, one, group)
@@ -302,14 +328,14 @@ def test_the_backend_is_that_of_the_device(config, cpu, cuda, monkeypatch):
 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     group = Group()
-    assert transport.backend_of(group, "cpu") == cpu
-    assert transport.over_nccl(group, "cuda") == (cuda == "nccl")
-    refused = transport.carriage_error(group, torch.device("cuda", 0))
+    assert process_group.backend_of(group, "cpu") == cpu
+    assert process_group.over_nccl(group, "cuda") == (cuda == "nccl")
+    refused = process_group.carriage_error(group, torch.device("cuda", 0))
     assert bool(refused) == (cuda != "nccl")
     if refused:
         assert "tensors are on cuda:0" in refused
         assert "'nccl' or 'cpu:gloo,cuda:nccl'" in refused
-    assert bool(transport.carriage_error(group, torch.device("cpu"))) == (cpu != "gloo")
+    assert bool(process_group.carriage_error(group, torch.device("cpu"))) == (cpu != "gloo")
 
 
 def on_several_backends(rank, group):
@@ -348,7 +374,7 @@ def in_uneven_groups(rank, group, p):
                     ),
                 )
             )
-            assert transport.control_group(pair) is transport.control_group(pair)
+            assert process_group.control_group(pair) is process_group.control_group(pair)
     return result
 
 
@@ -431,22 +457,44 @@ def test_a_rank_that_does_not_come_is_named_by_collectives_too(kind):
 
 
 def after_a_failure(rank, group):
-    exchange = transport.Exchange(group)
-    said(
-        tasp.PlanError, lambda: (exchange.handshake({"x": str(rank)}), exchange.finish_handshake())
-    )
-    spent = sorted(transport._SPENT[exchange.group])
-    taken = [exchange._prefix(bytes([p >> 7, (p << 1) & 255])) for p in spent]
-    return spent, taken
+    ends = exchange.exchange_of(group)
+    said(tasp.PlanError, lambda: (ends.handshake({"x": str(rank)}), ends.finish_handshake()))
+    failed = sorted(process_group.state_of(ends.group).failed_prefixes)
+    taken = [ends._handshake.prefix_of(bytes([p >> 7, (p << 1) & 255])) for p in failed]
+    return failed, taken
 
 
 def test_no_later_call_takes_the_tags_of_one_that_failed():
     """Messages of the failed call may still wait; one of equal tag would be taken for them."""
     by_rank = tasp.launch(after_a_failure, 3)
-    for spent, taken in by_rank:
-        assert (spent, taken) == by_rank[0]
-        assert len(spent) == 3
-        assert not set(spent) & set(taken)
+    for failed, taken in by_rank:
+        assert (failed, taken) == by_rank[0]
+        assert len(failed) == 3
+        assert not set(failed) & set(taken)
+
+
+def refused_while_under_way(rank, group):
+    """Ranks 0 and 1 agree, rank 2 does not; rank 1 sends when rank 0 has given up what it asked for."""
+    ends = exchange.exchange_of(group)
+    kv = torch.full((4, 1, 1 << 16), float(rank))
+    message = Message(1 - rank, "kv", 0, 4, 0, 0, 0, 0)
+    ends.handshake({"x": str(rank == 2)})
+    if rank == 0:
+        wait = ends.post(0, (), (message,), {"kv": kv})
+        said(tasp.PlanError, wait)
+        del wait, kv
+        gc.collect()
+    else:
+        said(tasp.PlanError, ends.finish_handshake)
+    dist.barrier(group)
+    if rank == 1:
+        ends.post(0, (message,), (), {"kv": kv})
+    return run_rank(rank, group, THREE, INPUTS)[0]  # the connection carries what follows
+
+
+def test_rows_of_a_refused_calls_message_are_kept_until_it_is_sent():
+    results = tasp.launch(refused_while_under_way, 3, timeout_s=30)
+    assert Reference(INPUTS, DOCS).errors(results, THREE).ok
 
 
 # ---- the order of the rows

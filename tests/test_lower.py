@@ -190,11 +190,11 @@ BROKEN = {
     "group_by_keys": lambda q, k: [],  # remote queries are forgotten
 }
 MODULE = {
-    "place": "lowering.lower",
-    "group_by_keys": "lowering.lower",
+    "place": "lowering.passes",
+    "group_by_keys": "lowering.passes",
     "tile": "lowering.kernel_calls",
 }
-MODULE["rounds"] = "lowering.kernel_calls"
+MODULE["rounds"] = "lowering.buffers"
 MODULE["working_order"] = "sequence.tiles"
 
 

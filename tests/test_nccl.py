@@ -25,20 +25,13 @@ from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.planning.heads import split_heads
 from tasp_core.runtime import packing
 from tasp_core.runtime import sharding as tensors
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import NcclExchange
 from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
 from tasp_core.runtime.ulysses import Group, Ulysses
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the double
@@ -219,7 +212,7 @@ def one_rank(
     index, member = divmod(rank, p.intra)
     counts = tuple(int(n) for n in p.member_tokens(index)[1:] - p.member_tokens(index)[:-1])
     sizes = q.shape[1], k.shape[1]
-    heads = Group(group, index * p.intra, member, counts, tuple(split_heads(*sizes, p.intra)))
+    heads = Group(exchange, index * p.intra, member, counts, tuple(split_heads(*sizes, p.intra)))
     options["ulysses"] = Ulysses(heads, *sizes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     context = Context(p.context_plan, index, exchange, kernel, scale, **options)
@@ -235,7 +228,7 @@ def passes(
     kernel: Kernel | None = None,
     seed: int = 0,
     eager: bool = False,
-    ends: Any = Exchange,
+    ends: Any = NcclExchange,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv of the whole row, all ranks over the double."""
@@ -387,14 +380,14 @@ def test_gather_and_roll(monkeypatch):
 # ---- planted faults
 
 
-class Swapped(Exchange):
+class Swapped(NcclExchange):
     """Rank 1 posts the messages of every link the other way round."""
 
     def start(self, t, recvs, sends):
         return super().start(t, recvs, sends[::-1] if self.rank == 1 else sends)
 
 
-class Late(Exchange):
+class Late(NcclExchange):
     """Rank 1 posts what it sends a step later than the others do."""
 
     waiting: Any = ()

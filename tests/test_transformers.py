@@ -23,7 +23,7 @@ from tasp_core.integrations.models import NAME
 from tasp_core.integrations.trainer import RowTrainer
 from tasp_core.integrations.transformers import sequence_parallel
 from tasp_core.runtime.checkpointing import keep_attention
-from tasp_core.runtime.exchange import Exchange
+from tasp_core.runtime.exchange import GlooExchange
 
 hf.logging.set_verbosity_error()
 DOCS = tasp.Documents.of([13, 1, 0, 29, 7])
@@ -184,13 +184,13 @@ def checkpointed(rank, group, p, ids, keep):
     net, calls = model().train(), []
     context = {"context_fn": keep_attention} if keep else {}
     net.gradient_checkpointing_enable({"use_reentrant": False, **context})
-    real = Exchange.start
+    real = GlooExchange.start
 
     def counting(self, *args):
         calls.append(args)
         return real(self, *args)
 
-    Exchange.start = counting
+    GlooExchange.start = counting
     return run(net, p, group, input_ids=ids, labels=labels_of(ids)), len(calls)
 
 

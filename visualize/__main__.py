@@ -1,7 +1,7 @@
 """Draw a demo result: `python -m visualize RESULT.json -o OUT.svg`.
 
-Above, the rings of the row labelled Zigzag-TASP (or else of the first plan with schedule tasp);
-below, the links of all rows. Exit code 2, with one sentence, if there is nothing to draw.
+Above are the rings of the plan labelled Zigzag-TASP (or else of the first plan with schedule tasp), below
+the link use of all plans. If the file cannot be drawn, one sentence says why, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .figure import Figure, together
 from .links import links
 from .rings import rings
 
-SCHEMA, KIND, STAR = 1, "demo", "Zigzag-TASP"
+SCHEMA, KIND, RINGS_OF = 1, "demo", "Zigzag-TASP"
 
 
 def read(path: Path) -> list[tuple[str, Plan]]:
@@ -26,18 +26,16 @@ def read(path: Path) -> list[tuple[str, Plan]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a demo result, or one of its plans is none.
+        ValueError: it is not a demo result, or one of its plans is not valid.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    found = (
-        (data.get("schema"), data.get("kind")) if isinstance(data, dict) else type(data).__name__
-    )
-    if found != (SCHEMA, KIND):
+    kind = (data.get("schema"), data.get("kind")) if isinstance(data, dict) else type(data).__name__
+    if kind != (SCHEMA, KIND):
         raise ValueError(
-            f"{path} is not a demo result of schema {SCHEMA}: schema and kind are {found}"
+            f"{path} is not a demo result of schema {SCHEMA}: schema and kind are {kind}"
         )
     rows = data.get("attention")
     if not isinstance(rows, list) or not rows:
@@ -54,10 +52,10 @@ def read(path: Path) -> list[tuple[str, Plan]]:
 
 
 def picture(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """The rings of the plan to look at first, if there is one, above the links of all."""
-    star = [pair for pair in plans if pair[0] == STAR]
-    star += [pair for pair in plans if pair[1].schedule.name == "tasp"]
-    above = [rings(plan, label=label) for label, plan in star[:1]]
+    """The rings of the labelled or first tasp plan, if there is one, above the links of all plans."""
+    tasp = [pair for pair in plans if pair[0] == RINGS_OF]
+    tasp += [pair for pair in plans if pair[1].schedule.name == "tasp"]
+    above = [rings(plan, label=label) for label, plan in tasp[:1]]
     return together([*above, links(plans)])
 
 

@@ -1,8 +1,8 @@
-"""Balance: the attention each rank computes, step by step, as stacked bars.
+"""Balance: the attention pairs that each rank computes, step by step, as stacked bars.
 
     balance([("contiguous", plan_a), ("zigzag", plan_b)]) -> Figure
 
-Heights are (query, key) pairs over the mean of all ranks, so that plans of any length compare.
+Heights are (query, key) pairs over the mean of all ranks, so that plans of any length can be compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DASH = "6 4"
 
 
 def over_mean(work: np.ndarray) -> float:
-    """The most of the ranks' work over its mean.
+    """Work of the busiest rank over the mean of all ranks; 1 where there is no work.
 
     >>> over_mean(np.array([1, 3]))
     1.5
@@ -52,7 +52,7 @@ def verdict(pairs: np.ndarray) -> str:
 
 
 def _bars(pairs: np.ndarray, top: float) -> Marks:
-    """A stack for each rank, the first step at the foot; the mean as a dashed line; totals."""
+    """A stack of bars per rank with the first step at the bottom, the mean as a dashed line, totals."""
     n, steps = pairs.shape
     mean = max(1.0, pairs.sum() / n)
     pitch = min(64.0, (PANEL - LEFT - 10) / n)
@@ -60,9 +60,9 @@ def _bars(pairs: np.ndarray, top: float) -> Marks:
     edge = "none" if steps > 20 else "#7A7A7A"
     for rank, row in enumerate((pairs / mean).tolist()):
         below, x = 0.0, LEFT + pitch * (rank + 0.12)
-        for step, part in enumerate(row):
-            high = part / top * HIGH
-            if part:
+        for step, pairs_over_mean in enumerate(row):
+            high = pairs_over_mean / top * HIGH
+            if pairs_over_mean:
                 at = complex(x, foot - below - high)
                 box, fill = complex(0.76 * pitch, high), ramp(step / max(1, steps - 1))
                 tip = f"rank {rank}, step {step}: {pairs[rank, step]} pairs"
@@ -84,7 +84,7 @@ def _bars(pairs: np.ndarray, top: float) -> Marks:
 
 
 def _panel(label: str, pairs: np.ndarray, top: float) -> Drawing:
-    """One plan: label, verdict, bars."""
+    """The panel of one plan: label, balance in words, bars."""
     foot = TOP + HIGH
     name = fit(label, PANEL, size=16, bold=True)
     marks = [text(8j, name, size=16, anchor="start", bold=True)]
@@ -99,35 +99,35 @@ def _panel(label: str, pairs: np.ndarray, top: float) -> Drawing:
 
 
 def _legend() -> Drawing:
-    """What shades and the dashed line mean."""
+    """The meaning of the shades and of the dashed line."""
     mean = [line(9j, 36 + 9j, stroke=ACCENT, width=1.5, dash=DASH)]
     mean.append(text(44 + 9j, "mean of all ranks", size=13, anchor="start"))
     return beside([scale("step:", "first", "last"), Drawing(170, 20, mean)], gap=40)
 
 
 def balance(plans: Plans) -> Figure:
-    """Draw who computes how much, and in which step.
+    """Draw how many pairs each rank computes, and in which step.
 
     Args:
         plans: a plan, or several, each bare or with a label: (label, plan).
 
     Raises:
-        PlanError: a plan that is wrong.
+        PlanError: a plan that is not correct.
         ValueError: no plan, or more ranks than can be drawn.
     """
-    some = named(plans)
-    for _, plan in some:
+    labelled = named(plans)
+    for _, plan in labelled:
         few_enough(plan.ranks)
-    counted = [(label, work(plan)) for label, plan in some]
+    counted = [(label, work(plan)) for label, plan in labelled]
     ratios = [(label, over_mean(pairs.sum(axis=1))) for label, pairs in counted]
     top = 1.15 * max(ratio for _, ratio in ratios)
     ordered = sorted(ratios, key=lambda pair: -pair[1])
     ends = ordered if len(ordered) < 3 else [ordered[0], ordered[-1]]
-    said = (f"{ratio:.2f} with {label}" for label, ratio in ends)
-    title = "Work of the busiest rank over the mean: " + "; ".join(said)
+    values = (f"{ratio:.2f} with {label}" for label, ratio in ends)
+    title = "Work of the busiest rank over the mean: " + "; ".join(values)
     notes = (
-        "A bar: the (query, key) pairs one rank computes, over the mean of all ranks; "
-        "a shade: one step. The busiest rank sets the time.",
+        "A bar is the (query, key) pairs that one rank computes, over the mean of all ranks; "
+        "a shade is one step. The busiest rank determines the time.",
     )
     drawn = grid([_panel(*pair, top) for pair in counted], min(2, len(counted)), gap=20)
     facts = "; ".join(f"{label}: {verdict(pairs)}" for label, pairs in counted)

@@ -1,8 +1,8 @@
-"""Compare: predicted times of several plans of one job, side by side, and which is fastest.
+"""Compare: modelled times of several plans for the same attention, and which is fastest.
 
     compare([("ring", simulate(plan_a, ...)), ("wave", simulate(plan_b, ...))]) -> Figure
 
-All figures are modelled. Communication hides behind compute where its bar is the shorter one.
+All times are modelled. Communication is hidden if the pass takes no longer than compute alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BARS = (("total", "#1A1A1A"), ("compute", "#6BAED6"), ("communication", "#9A9A9A
 
 
 def ratio(times: Timeline) -> float:
-    """Communication over compute, each alone (CCR); infinite where computing takes no time."""
+    """Time of communication alone over time of compute alone; infinite where computing takes no time."""
     return times.comm_s / times.compute_s if times.compute_s else float("inf")
 
 
 def _row(label: str, times: Timeline, y: float, scale: float, *, best: bool) -> Marks:
-    """Three bars of one plan, and its numbers."""
+    """The three bars of one plan, and its times."""
     values = (times.total_s, times.compute_s, times.comm_s)
     name = fit(label, NAMES - 12, bold=best)
     marks = [text(complex(NAMES - 12, y + 1.5 * BAR), name, anchor="end", bold=best)]
@@ -51,30 +51,30 @@ def _row(label: str, times: Timeline, y: float, scale: float, *, best: bool) -> 
 
 
 def compare(timelines: Timelines) -> Figure:
-    """Draw how long each plan takes, and what of it is compute and communication.
+    """Draw how long each plan takes, and how long its compute and its communication take alone.
 
     Args:
-        timelines: of `tasp_core.costs.simulate`, of one job: each bare or with a label: (label, timeline).
+        timelines: from `tasp_core.costs.simulate`, each bare or with a label: (label, timeline).
 
     Raises:
         ValueError: no timeline.
     """
-    some = labelled(timelines)
-    last = max(max(t.total_s, t.comm_s, t.compute_s) for _, t in some) or 1.0
-    scale, foot = (INNER - NAMES - NUMBERS) / last, ROW * len(some)
+    named = labelled(timelines)
+    last = max(max(t.total_s, t.comm_s, t.compute_s) for _, t in named) or 1.0
+    scale, foot = (INNER - NAMES - NUMBERS) / last, ROW * len(named)
     marks: Marks = [small(complex(INNER, -8), "communication / compute", "end")]
     for tick in ticks(last):
         x = NAMES + tick * scale
         marks.append(gridline(complex(x, 0), complex(x, foot)))
         marks.append(small(complex(x, foot + 12), seconds(tick)))
-    bounds = sorted({t.bound_s for _, t in some if t.bound_s})
+    bounds = sorted({t.bound_s for _, t in named if t.bound_s})
     for bound in bounds:
         x = NAMES + bound * scale
         marks.append(
             line(complex(x, -4), complex(x, foot), stroke=ACCENT, width=1.5, dash="6 4", layer=1)
         )
-    best = min(some, key=lambda pair: pair[1].total_s)
-    for i, pair in enumerate(some):
+    best = min(named, key=lambda pair: pair[1].total_s)
+    for i, pair in enumerate(named):
         marks += _row(*pair, 8 + ROW * i, scale, best=pair is best)
     keys = legend(
         [
@@ -85,14 +85,15 @@ def compare(timelines: Timelines) -> Figure:
     )
     title = f"Modelled: {best[0] or 'the pass'} is fastest with {seconds(best[1].total_s)}"
     note = (
-        "Alone: as if the other took no time. A pass as long as compute alone hides communication. "
+        "Alone means: as if the other took no time. Communication is hidden if the pass takes no longer "
+        "than compute alone. "
     )
     if bounds:
-        note += "Dashed: no communication can be quicker on this machine (cut bound)."
+        note += "Dashed line: no schedule can communicate faster on this machine (cut bound)."
     facts = (
         f"{label}: {seconds(t.total_s)}, compute {seconds(t.compute_s)}, communication "
         f"{seconds(t.comm_s)}"
-        for label, t in some
+        for label, t in named
     )
     drawn = stack([keys, Drawing(INNER, foot + 24, marks)], gap=16)
     return Figure(title, (note,), f"{title}. {'; '.join(facts)}.", drawn)

@@ -1,7 +1,8 @@
-"""Marks as plotly JSON, without plotly: shown with tool tips and, for frames, a slider and a play button.
+"""Marks as plotly JSON, without plotly: with tool tips and, for frames, a slider and a play button.
 
-Marks of one layer and look share a trace. In a layer, traces lie in the order in which their looks first
-appear, so that a look does not belong above one thing and below another; texts lie on top.
+Marks of one layer with the same look (shape, colours, line) are one trace. In a layer, traces are in the
+order in which their looks first appear, so one look cannot be both above and below another; texts are on
+top.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from .colours import INK
 from .marks import Drawing, Mark, head
 
-CURVE = 5  # straight pieces of an arrow's shaft
+CURVE = 5  # straight segments of an arrow's shaft
 Frames = Sequence[tuple[str, Drawing]]
 Trace = dict[str, Any]
 PLACE = {"start": "middle right", "middle": "middle center", "end": "middle left"}
@@ -52,12 +53,12 @@ def _strokes(paths: list[list[complex]], fill: str, stroke: str, width: float, d
 
 
 def _points(marks: list[Mark]) -> Trace:
-    """Where each mark is: its own point, or the middle of its outline."""
+    """The position of each mark: its own point, or the middle of its outline."""
     middles = []
     for m in marks:
         path = m.points if m.shape in ("disc", "text") else _outline(m)
-        low_high = (path[0] + path[2]) / 2 if m.shape == "rect" else path[len(path) // 2]
-        middles.append(low_high)
+        middle = (path[0] + path[2]) / 2 if m.shape == "rect" else path[len(path) // 2]
+        middles.append(middle)
     return {"x": [_short(z.real) for z in middles], "y": [_short(z.imag) for z in middles]}
 
 
@@ -69,11 +70,11 @@ def _discs(marks: list[Mark]) -> Trace:
 
 
 def _texts(marks: list[Mark]) -> Trace:
-    words = [m.words.replace("<", "&lt;") for m in marks]
+    escaped = [m.words.replace("<", "&lt;") for m in marks]
     return {
         **_points(marks),
         "mode": "text",
-        "text": [f"<b>{w}</b>" if m.bold else w for m, w in zip(marks, words, strict=True)],
+        "text": [f"<b>{t}</b>" if m.bold else t for m, t in zip(marks, escaped, strict=True)],
         "textposition": [PLACE[m.anchor] for m in marks],
         "textfont": {"size": [_short(m.size) for m in marks], "color": [m.fill for m in marks]},
         "hoverinfo": "skip",
@@ -95,19 +96,19 @@ def traces(marks: list[Mark]) -> list[Trace]:
             closed = {"rect": "shape"}.get(m.shape, m.shape)
             key = (m.layer, closed, m.fill, m.stroke, m.width, m.dash, size)
             looks.setdefault(key, []).append(m)
-    found = []
-    for (_, shape, fill, stroke, width, dash, _), some in looks.items():
+    made = []
+    for (_, shape, fill, stroke, width, dash, _), same in looks.items():
         if shape == "disc":
-            found.append(_discs(some))
+            made.append(_discs(same))
             continue
-        found.append(_strokes([_outline(m) for m in some], fill, stroke, width, dash))
+        made.append(_strokes([_outline(m) for m in same], fill, stroke, width, dash))
         if shape == "arrow":
-            heads = [[*(corners := head(m)), corners[0]] for m in some]
-            found.append(_strokes(heads, stroke, "none", 0, ""))
+            heads = [[*(corners := head(m)), corners[0]] for m in same]
+            made.append(_strokes(heads, stroke, "none", 0, ""))
     upright = [m for m in marks if m.shape == "text" and not m.turn]
     tips = [m for m in marks if m.tip]
-    found += [make(some) for make, some in ((_texts, upright), (_tips, tips)) if some]
-    return [{"type": "scatter", **t} for t in found]
+    made += [make(group) for make, group in ((_texts, upright), (_tips, tips)) if group]
+    return [{"type": "scatter", **t} for t in made]
 
 
 def _turned(m: Mark) -> dict[str, Any]:
@@ -141,7 +142,11 @@ def _controls(names: list[str], active: int) -> dict[str, Any]:
 
 
 def figure(drawing: Drawing, title: str, frames: Frames = (), active: int = 0) -> dict[str, Any]:
-    """Plotly JSON of a drawing; frames are whole drawings of the same size, `drawing` one of them."""
+    """Plotly JSON of a drawing.
+
+    Args:
+        frames: (name, drawing) pairs of the same size, of which `drawing` is number `active`.
+    """
     data = traces(drawing.marks)
     width, height = round(drawing.width), round(drawing.height)
     axis = {"visible": False, "fixedrange": True}
@@ -159,17 +164,17 @@ def figure(drawing: Drawing, title: str, frames: Frames = (), active: int = 0) -
         "meta": {"description": title},
         "annotations": [_turned(m) for m in drawing.marks if m.turn],
     }
-    found: dict[str, Any] = {"data": data, "layout": layout}
+    made: dict[str, Any] = {"data": data, "layout": layout}
     if frames:
         named = {name: traces(d.marks) for name, d in frames}
         most = max(map(len, (data, *named.values())))
         empty = {"type": "scatter", "x": [], "y": []}
-        for some in (data, *named.values()):
-            some += [empty] * (most - len(some))
+        for padded in (data, *named.values()):
+            padded += [empty] * (most - len(padded))
         changing = [i for i in range(most) if any(t[i] != data[i] for t in named.values())]
-        found["frames"] = [
+        made["frames"] = [
             {"name": name, "data": [t[i] for i in changing], "traces": changing}
             for name, t in named.items()
         ]
         layout |= _controls(list(named), active)
-    return found
+    return made

@@ -1,9 +1,9 @@
-"""Results: figures from result files, one panel a quantity; measured, modelled and quoted ones apart.
+"""Results: figures from result files, one panel per quantity; each panel is of one kind, such as measured.
 
     results("visualize/recorded/packed.json") -> Figure
 
-A file says what it is by its `kind`; VIEWS lists what is drawn of each kind. Another file, or another
-choice, is drawn by giving the views:
+The `kind` in a file selects its views from VIEWS. To draw another kind of file, or other quantities, pass
+the views:
 
     results(path, [View("methods", ("label",), "wall_s", "s", "measured", "wall time")])
 """
@@ -24,20 +24,25 @@ How = Literal["measured", "modelled", "quoted", "counted"]
 HOWS: dict[How, tuple[str, str]] = {  # colour, meaning
     "measured": (
         "#0072B2",
-        "measured: runs of this machine; a disc: one run, the bar: the median",
+        "measured: a disc is one run, the bar is the median",
     ),
-    "modelled": ("#D55E00", "modelled: from a machine's capacities"),
+    "modelled": ("#D55E00", "modelled: computed from a machine's capacities"),
     "quoted": ("#4D4D4D", "quoted: from a publication"),
-    "counted": ("#009E73", "counted: read off the plan, exact"),
+    "counted": ("#009E73", "counted: exact, from the plan"),
 }
 SCHEMA, NAMES, ROW = 1, 330.0, 24.0
 
 
 class View(NamedTuple):
-    """What to draw of a file.
+    """One panel of a result file.
 
-    rows: dotted path to the list of rows. label: keys of a row that name it, or words if it has none.
-    value: dotted path in a row to a number, or to a list of them; "" for the row itself.
+    Attributes:
+        rows: dotted path to the list of rows.
+        label: keys of a row whose values name it, or a fixed text if it has no such keys.
+        value: dotted path in a row to a number or a list of numbers; "" for the row itself.
+        unit: "s", "B" or "".
+        how: the kind of the numbers.
+        title: of the panel.
     """
 
     rows: str
@@ -64,7 +69,7 @@ VIEWS: dict[str, tuple[View, ...]] = {
             "bytes_sent.forward",
             "B",
             "counted",
-            "bytes a rank sends forward; a disc: one rank",
+            "bytes sent per rank in the forward pass; a disc is one rank",
         ),
         View(
             "attention",
@@ -90,29 +95,36 @@ VIEWS: dict[str, tuple[View, ...]] = {
             "work_max_mean",
             "",
             "counted",
-            "work of the busiest rank / mean, mean of the seeds",
+            "work of the busiest rank / mean, averaged over seeds",
         ),
     ),
     "overhead": (
         View(
             "plain_cpu_s",
-            ("plain kernel, run",),
+            ("one process, run",),
             "",
             "s",
             "measured",
-            "processor time of one process",
+            "processor time of one process, attention not split",
         ),
         View("rank_cpu_s", ("rank",), "", "s", "measured", "processor time of each rank"),
     ),
     "capstone": (
         View("cases", ("name",), "seconds", "s", "measured", "communication on emulated machines"),
-        View("cases", ("name",), "modelled_s", "s", "modelled", "the same passes, simulated"),
+        View(
+            "cases",
+            ("name",),
+            "modelled_s",
+            "s",
+            "modelled",
+            "communication of the same passes, simulated",
+        ),
     ),
 }
 
 
 def find(data: Any, path: str) -> Any:
-    """What lies at a dotted path.
+    """The value at a dotted path.
 
     Raises:
         ValueError: naming the key that is missing.
@@ -123,21 +135,21 @@ def find(data: Any, path: str) -> Any:
     for key in path.split(".") if path else ():
         if not isinstance(data, dict) or key not in data:
             has = ", ".join(data) if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"no {key!r} of {path!r} here; there is {has}")
+            raise ValueError(f"there is no {key!r} of {path!r}, only {has}")
         data = data[key]
     return data
 
 
 def samples(data: Any, view: View) -> list[tuple[str, list[float]]]:
     """(label, values) of each row."""
-    found = []
+    labelled = []
     for i, row in enumerate(find(data, view.rows)):
         named = [str(row[key]) for key in view.label if isinstance(row, dict) and key in row]
         values = find(row, view.value)
-        some = values if isinstance(values, list) else [values]
+        numbers = values if isinstance(values, list) else [values]
         label = ", ".join(named) if named else f"{' '.join(view.label)} {i}"
-        found.append((label, [float(x) for x in some]))
-    return found
+        labelled.append((label, [float(x) for x in numbers]))
+    return labelled
 
 
 def show(value: float, unit: str) -> str:
@@ -156,12 +168,12 @@ def show(value: float, unit: str) -> str:
 
 def middle(values: list[float]) -> float:
     """The median."""
-    some, half = sorted(values), len(values) // 2
-    return some[half] if len(some) % 2 else (some[half - 1] + some[half]) / 2
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _look(how: How) -> dict[str, Any]:
-    """Bars are told apart without colour, too: modelled ones are dashed, quoted ones hollow."""
+    """Bars differ not only in colour: modelled ones are hollow and dashed, quoted ones are hollow."""
     tone = HOWS[how][0]
     dash = "4 3" if how == "modelled" else ""
     hollow = how in ("modelled", "quoted")
@@ -169,7 +181,7 @@ def _look(how: How) -> dict[str, Any]:
 
 
 def _panel(rows: list[tuple[str, list[float]]], view: View) -> Drawing:
-    """A row each: a bar to the median, a disc for each sample."""
+    """One row per label: a bar to the median, a disc for each sample."""
     tone = HOWS[view.how][0]
     last = max((x for _, values in rows for x in values), default=0.0) or 1.0
     scale, foot = (INNER - NAMES - 130) / last, 40 + ROW * len(rows)
@@ -183,19 +195,19 @@ def _panel(rows: list[tuple[str, list[float]]], view: View) -> Drawing:
         marks.append(
             text(complex(NAMES - 10, y), fit(label, NAMES - 14, size=13), size=13, anchor="end")
         )
-        bar, words = complex(most * scale, 8), "median " * (len(values) > 1) + show(most, view.unit)
+        bar, value = complex(most * scale, 8), "median " * (len(values) > 1) + show(most, view.unit)
         tip = f"{label}: {show(most, view.unit)}"
         marks.append(rect(complex(NAMES, y - 4), bar, **_look(view.how), name="bar", tip=tip))
         if len(values) > 1:
             marks += [
                 disc(complex(NAMES + x * scale, y), 4, fill="#FFFFFF", stroke=tone) for x in values
             ]
-        marks.append(small(complex(NAMES + max(values) * scale + 12, y), words, "start"))
+        marks.append(small(complex(NAMES + max(values) * scale + 12, y), value, "start"))
     return Drawing(INNER, foot + 24, marks)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file's content.
+    """The content of a result file.
 
     Raises:
         OSError: the file cannot be read.
@@ -206,7 +218,7 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or "kind" not in data:
-        raise ValueError(f'{path} is no result file: it needs "schema": {SCHEMA} and a "kind"')
+        raise ValueError(f'{path} is not a result file: it needs "schema": {SCHEMA} and a "kind"')
     return data
 
 
@@ -219,33 +231,39 @@ def results(path: str | Path, views: Sequence[View] = ()) -> Figure:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: not a result file, a kind without views, or a view that the file does not have.
+        ValueError: not a result file, a kind without views, or a view whose path is not in the file.
     """
     path = Path(path)
     data = read(path)
     chosen = views or VIEWS.get(data["kind"], ())
     if not chosen:
         raise ValueError(
-            f"{path} is of kind {data['kind']!r}; known are {', '.join(VIEWS)}; give views"
+            f"{path} is of kind {data['kind']!r}; known are {', '.join(VIEWS)}; pass views"
         )
     parts: list[Drawing] = []
-    said = []
+    summary = []
     for how, (_, meaning) in HOWS.items():
-        mine = [v for v in chosen if v.how == how]
-        if mine:
+        views_of_kind = [v for v in chosen if v.how == how]
+        if views_of_kind:
             head = [
                 rect(2j, 16 + 16j, **_look(how)),
                 text(24 + 10j, meaning, anchor="start", fill=SOFT),
             ]
             parts.append(Drawing(INNER, 20, head))
-        for view in mine:
+        for view in views_of_kind:
             rows = samples(data, view)
             parts.append(_panel(rows, view))
             shown = ", ".join(f"{label} {show(middle(x), view.unit)}" for label, x in rows)
-            said.append(f"{view.title} ({how}): {shown}")
-    place = data.get("environment", {})
-    where = f"{place.get('processor', 'unknown processor')}, {place.get('cores', '?')} cores"
+            summary.append(f"{view.title} ({how}): {shown}")
+    environment = data.get("environment", {})
+    processor, cores = (
+        environment.get("processor", "unknown processor"),
+        environment.get("cores", "?"),
+    )
     title = f"{path.name}: results of kind {data['kind']}"
     return Figure(
-        title, (f"Run on {where}.",), f"{title}. {'. '.join(said)}.", stack(parts, gap=14)
+        title,
+        (f"Measured on {processor}, {cores} cores.",),
+        f"{title}. {'. '.join(summary)}.",
+        stack(parts, gap=14),
     )

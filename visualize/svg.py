@@ -1,4 +1,4 @@
-"""Marks as SVG: text that browsers, GitHub and nbviewer show as it is."""
+"""Marks as SVG, which browsers, GitHub and nbviewer show without scripts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .marks import Drawing, Mark, head
 
 
 def clean(words: str) -> str:
-    """Text as it may stand in XML."""
+    """Text that is valid in XML: escaped, with ? for characters that cannot be printed."""
     return escape("".join(c if c.isprintable() else "?" for c in words))
 
 
 def _n(value: float) -> str:
-    """A coordinate to a tenth of a px, as short as it goes."""
+    """A coordinate, rounded to a tenth of a pixel, without a trailing .0."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -23,7 +23,7 @@ def _at(z: complex) -> str:
 
 
 def _look(m: Mark) -> str:
-    """Class, fill, stroke and dashes."""
+    """The attributes class, fill, stroke and stroke-dasharray."""
     kind = f' class="{m.name}"' if m.name else ""
     if m.stroke == "none":
         crisp = ' shape-rendering="crispEdges"' if m.shape == "rect" else ""  # no seams

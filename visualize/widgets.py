@@ -2,10 +2,10 @@
 
     explore_rings()  explore_mask()  explore_schedule()  explore_balance()  explore_machine()
 
-Each takes the first values of its controls as keywords. A combination that cannot be planned shows the
-planner's own error in the figure's place. Without a kernel (GitHub, exported HTML) the figure of the
-moment in which the cell ran is shown: keep widget states out of the file (nbconvert:
-`--ExecutePreprocessor.store_widget_state=False`), so that its SVG is taken instead.
+Each takes the initial values of its controls as keywords. For a combination that cannot be planned, the
+planner's error is shown in place of the figure. Without a kernel (GitHub, exported HTML) the figure from
+the run of the cell is shown. For that, keep widget states out of the file (nbconvert:
+`--ExecutePreprocessor.store_widget_state=False`): then viewers show the SVG.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ LENGTHS = "1904, 137, 89, 640, 700, 330"
 VIEWS = ("hops", "tiles")
 MACHINES = ("mi300x", "h100", "a100_pcie", "mi300xx2", "h100x2", "h100x4", "mesh4x2")
 CANDIDATES = ("ring", "tasp", "wave", "all_gather")
-MOST_ROWS = 16  # ranks of which a timeline is drawn, too
+MOST_RANKS = 16  # up to so many ranks a timeline is drawn, too
 
 
 class Explorer(ip.VBox):
-    """Controls over a figure: `draw` gets their values by name and returns the figure to show.
+    """Controls above a figure: `draw` gets their values by name and returns the figure.
 
     Attributes:
-        controls: the widgets by name; set `.value` to move one by code.
-        figure: what is shown, or None after an error.
+        controls: the widgets by name; set `.value` to change one by code.
+        figure: the figure that is shown, or None after an error.
         error: the error's text, or "".
     """
 
@@ -54,11 +54,11 @@ class Explorer(ip.VBox):
         self.update()
 
     def update(self, change: Any = None) -> None:
-        """Draw for the values that the controls have now."""
+        """Draw the figure for the current values of the controls."""
         try:
             self.figure = self.draw(**{name: c.value for name, c in self.controls.items()})
             self.error, self.area.value = "", self.figure.svg
-        except ValueError as error:  # the planner's own words, in the figure's place
+        except ValueError as error:  # show the planner's error in place of the figure
             self.figure, self.error = None, str(error)
             look = "white-space: pre-wrap; border-left: 4px solid #D55E00; padding: 8px"
             self.area.value = f'<pre role="alert" style="{look}">{escape(str(error))}</pre>'
@@ -79,19 +79,19 @@ def _choice(name: str, value: Any, options: Iterable[Any]) -> Any:
     return ip.Dropdown(value=value, options=list(options), description=name)
 
 
-def lengths_of(words: str) -> list[int]:
-    """Lengths from a line of text; commas or spaces part them.
+def lengths_of(text: str) -> list[int]:
+    """Lengths from a line of text, separated by commas or spaces.
 
     Raises:
-        ValueError: a word that is no whole number.
+        ValueError: a part that is not an integer.
 
     >>> lengths_of("4, 3 2")
     [4, 3, 2]
     """
-    parts = words.replace(",", " ").split()
+    parts = text.replace(",", " ").split()
     bad = [p for p in parts if not p.isdecimal()]
     if bad:
-        raise ValueError(f"document lengths are whole numbers with commas between, got {bad[0]!r}")
+        raise ValueError(f"document lengths are integers, separated by commas, got {bad[0]!r}")
     return [int(p) for p in parts]
 
 
@@ -108,13 +108,13 @@ def _plan(
 
 def _ranks(ranks: int, nodes: int) -> dict[str, Any]:
     return {
-        "ranks": _slider("ranks a node", ranks, 1, 16),
+        "ranks": _slider("ranks per node", ranks, 1, 16),
         "nodes": _slider("nodes", nodes, 1, 4),
     }
 
 
 def explore_rings(*, schedule: str = "tasp", ranks: int = 8, nodes: int = 1) -> Explorer:
-    """Which way keys and values travel: schedule, ranks a node and nodes -> `rings`."""
+    """The routes of KV shares: schedule, ranks per node and nodes -> `rings`."""
     controls = {"schedule": _choice("schedule", schedule, tasp.schedules()), **_ranks(ranks, nodes)}
 
     def draw(schedule: str, ranks: int, nodes: int) -> Figure:
@@ -132,7 +132,7 @@ def explore_mask(
     rank: int = -1,
     step: int = -1,
 ) -> Explorer:
-    """A packed row: documents, layout, ranks, one rank's steps -> `mask`; rank or step -1: all."""
+    """A packed sequence: documents, layout, ranks, one rank's steps -> `mask`; rank or step -1: all."""
     controls = {
         "lengths": ip.Text(value=lengths, description="documents", continuous_update=False),
         "window": _slider("window (0: none)", 0, 0, 1024),
@@ -186,7 +186,7 @@ def explore_schedule(
     def draw(schedule: str, ranks: int, nodes: int, view: str, rank: int, step: int) -> Figure:
         plan = _plan(lengths_of(lengths), ranks, nodes, schedule)
         last = max(0, plan.schedule.num_steps() - (view == "hops"))
-        play.max = controls["step"].max = last  # a step beyond becomes the last one
+        play.max = controls["step"].max = last  # a larger step becomes the last one
         if view == "hops":
             return hops(plan, step=min(step, last), label=schedule)
         return mask(plan, rank=rank, step=min(step, last))
@@ -202,13 +202,13 @@ def explore_balance(
     layout: str = "contiguous",
     other: str = "zigzag",
 ) -> Explorer:
-    """Who computes how much: documents, ranks and two layouts -> `balance`."""
+    """The work of each rank: documents, ranks and two layouts -> `balance`."""
     controls = {
         "lengths": ip.Text(value=lengths, description="documents", continuous_update=False),
         "schedule": _choice("schedule", schedule, tasp.schedules()),
         "ranks": _slider("ranks", ranks, 1, 32),
         "layout": _choice("layout", layout, tasp.layouts()),
-        "other": _choice("against", other, tasp.layouts()),
+        "other": _choice("compare with", other, tasp.layouts()),
     }
 
     def draw(lengths: str, schedule: str, ranks: int, layout: str, other: str) -> Figure:
@@ -233,7 +233,7 @@ def explore_machine(
 ) -> Explorer:
     """How long attention takes: machine, tokens, heads -> `compare`, `timeline` of the fastest.
 
-    It tries CANDIDATES, to answer at once; `tasp_core.costs.select` tries all, in seconds.
+    It simulates CANDIDATES only, to redraw at once; `tasp_core.costs.select` compares all, in seconds.
     """
     sizes = [2**k for k in range(10, 23)]
     controls = {
@@ -242,7 +242,7 @@ def explore_machine(
             value=tokens, options=[(f"{n:,}", n) for n in sizes], description="tokens"
         ),
         "heads": _slider("query heads", heads, 1, 64),
-        "kv_heads": _slider("kv heads", kv_heads, 1, 64),
+        "kv_heads": _slider("KV heads", kv_heads, 1, 64),
         "head_dim": _choice("head dim", head_dim, (64, 128, 256)),
         "layout": _choice("layout", layout, tasp.layouts()),
         "backward": ip.Checkbox(value=False, description="backward pass"),
@@ -256,7 +256,7 @@ def explore_machine(
             label = f"{name} ({plan.schedule.limits.buffer:.3g} KV)"
             times.append((label, tasp.simulate(plan, where, **sizes)))
         best = min(times, key=lambda pair: pair[1].total_s)
-        shown = [timeline([best])] if where.ranks <= MOST_ROWS else []
+        shown = [timeline([best])] if where.ranks <= MOST_RANKS else []
         return together([compare(times), *shown])
 
     return Explorer(draw, controls)

@@ -34,25 +34,25 @@ visualize.topology(tasp.machine("mesh4"))
 # %% tags=["setup"]
 from tasp_core.lab.doctor import examine
 
-found = examine()
-found
+report = examine()
+report
 
 # %% [markdown]
 # Which kernels can be used here? Look at these lines only:
 
 # %%
-found["kernels"]
+report["kernels"]
 
 # %% [markdown]
 # Replace `...` by a list of the names whose text begins with `ok`, typed or computed. Run the cell, then
-# the check below it; as often as you like. (A terminal shows all of this with
-# `python -m tasp_core doctor`.)
+# the check below it; as often as you like. (In a terminal, `python -m tasp_core doctor` shows the same
+# report.)
 
 # %% tags=["exercise"]
 kernels = ...
 
 # %% tags=["solution"]
-kernels = [name for name, text in found["kernels"].items() if text.startswith("ok")]
+kernels = [name for name, text in report["kernels"].items() if text.startswith("ok")]
 
 # %% tags=["check"]
 unit.check_kernels(kernels)
@@ -85,17 +85,17 @@ unit.check_hello(hello)
 tasp.launch(hello, 4)
 
 # %% [markdown]
-# The four processes do not share variables: each has its own copy of everything. What one should
-# know from another has to travel.
+# The four processes do not share variables: each has its own copy of everything. Whatever one rank should
+# know from another has to be sent.
 #
 # ## Exercise 3: a sum over all ranks (5 min)
 #
-# A **collective** is a function that all ranks of a group call together. `dist.all_reduce(x,
-# group=group)` adds up the tensors `x` of all ranks and writes the sum into every `x`: what was in `x`
-# is gone, and nothing is returned. `x.clone()` is a copy.
+# A **collective** is a function that all ranks of a group call together. `dist.all_reduce(x, group=group)`
+# adds up the tensors `x` of all ranks and writes the sum into every `x`: what was in `x` is gone, and
+# nothing is returned. `x.clone()` is a copy.
 #
-# Each rank holds `own`, a number that the others do not know: in the check, all other `numbers` are
-# `nan` on this rank. Return which part of the total its own number is, as `float(own / total)`.
+# Each rank has `own`, a number that the others do not know: in the check, all other `numbers` are `nan` on
+# this rank. Return the fraction of the total that its own number is, as `float(own / total)`.
 
 
 # %% tags=["exercise"]
@@ -121,8 +121,8 @@ tasp.launch(share, 4, [1.0, 2.0, 3.0, 4.0], timeout_s=10)
 # %% [markdown]
 # ## Play (3 min)
 #
-# What if a rank breaks? `dist.barrier(group)` waits for all ranks, and rank 2 never comes. The error
-# names it, and the others are ended: nothing hangs. Let another rank fail, or two; or let one
+# What if a rank fails? `dist.barrier(group)` waits for all ranks, and rank 2 never reaches it. The error
+# names rank 2, and the other ranks are ended: nothing hangs. Let another rank fail, or two; or let one
 # sleep instead (`import time`, `time.sleep(9)`), and write `tasp.launch(fails, 4, timeout_s=2)`.
 
 
@@ -141,7 +141,7 @@ except tasp.RankError as error:
 # %% [markdown]
 # ## Recap (2 min)
 #
-# Replace each `...`, in the order of the questions; words in quotation marks.
+# Replace each `...`, in the order of the questions. Put words in quotation marks.
 #
 # 1. `tasp.launch(hello, 7)`: how long is the list that comes back?
 # 2. What is the number of the last of these ranks?

@@ -1,15 +1,16 @@
 # %% [markdown]
 # # 1. Attention in pieces
 #
-# Afterwards you can merge partial results exactly. Needs [unit 0](unit_00_set_up.ipynb).
+# Afterwards you can merge partial outputs exactly. Needs [unit 0](unit_00_set_up.ipynb).
 #
 # ## Picture and question (5 min)
 #
 # Every token has three vectors: a **query**, a **key** and a **value**. Attention compares a token's query
 # with the keys of the tokens it may see (itself and those before it, where attention is **causal**), and
-# mixes their values. In the picture a row is a query, a column a key, a coloured field a pair that is
-# computed. The tokens lie on four ranks, a quarter on each. Rank 3, the last, has queries that see keys
-# of *all* ranks, but those keys arrive one rank's after the other's: each colour is one step.
+# mixes their values. Keys and values always travel together: **KV** means both. In the picture a row is a
+# query, a column a key, a coloured field a pair that is computed. The tokens lie on four ranks, a quarter
+# on each. Rank 3, the last, has queries that see KV of *all* ranks, but this KV arrives from one rank
+# after the other: each colour is one step.
 #
 # *Softmax divides by a sum over all keys. Can it be computed piece by piece, and is the result exact?*
 
@@ -31,10 +32,11 @@ visualize.mask(tasp.plan([64], 4, schedule="ring", layout="contiguous"), rank=3)
 #     lse = log(exp(s1) + exp(s2) + ...)
 #
 # The **lse** (log-sum-exp) is the logarithm of the denominator. Attention kernels return it with the
-# output, and that is all one needs to go on later.
+# output. An output over a part of the KV, together with its lse, is a **partial output**: the two are all
+# that is needed to add further KV later.
 #
 # `attend(q, k, v)` computes both. Shapes in this unit: `T` queries of `D` numbers each, `S` keys and as
-# many values; `out` is `[T, D]`, `lse` is `[T]`, one number a query. Here every query sees every key.
+# many values; `out` is `[T, D]`, `lse` is `[T]`, one number per query. Here every query sees every key.
 
 # %% tags=["setup"]
 from tasp_course.unit_01 import attend
@@ -70,17 +72,17 @@ predicted = {"one": 3, "eight": math.log(8), "two": 1000, "none": -math.inf}
 unit.check_lse(predicted)
 
 # %% [markdown]
-# ## Exercise 2: merge two results (12 min)
+# ## Exercise 2: merge two partial outputs (12 min)
 #
-# The keys are cut into two sets. Each set gives its own `(out, lse)`. Over both sets together:
+# The KV is cut into two sets. Each set gives its own `(out, lse)`. Over both sets together:
 #
 #     lse = log(exp(lse1) + exp(lse2))
 #     out = exp(lse1 - lse) * out1 + exp(lse2 - lse) * out2
 #
 # `torch.logaddexp(lse1, lse2)` computes the first without overflow. Write `merge`, which returns
-# `(out, lse)`: outputs are `[T, D]`, lses `[T]`, so a weight `w` a query is `w[:, None]` beside an output.
-# A set may be empty: then its lse is `-inf` and its output 0. Both may be empty; the result is then
-# `(0, -inf)` again, not `nan` (what is `-inf` minus `-inf`?).
+# `(out, lse)`. Outputs are `[T, D]`, lses `[T]`, so a weight `w` per query must be written `w[:, None]` to
+# multiply an output. A set may be empty: then its lse is `-inf` and its output 0. Both may be empty; the
+# result is then `(0, -inf)` again, not `nan` (what is `-inf` minus `-inf`?).
 
 
 # %% tags=["exercise"]
@@ -101,22 +103,23 @@ unit.check_merge(merge)
 
 # %% [markdown]
 # The package's own [merge](../../tasp_core/runtime/merge.py) uses one weight instead of two. `unit.join`
-# wraps it for this unit and takes pairs: `join((out1, lse1), (out2, lse2))`. Ten keys in two pieces,
-# against all at once:
+# wraps it for this unit and takes pairs: `join((out1, lse1), (out2, lse2))`. The next cell cuts ten keys
+# into two pieces, merges, and subtracts the output over all ten at once:
 
 # %%
 joined, _ = unit.join(attend(q, k[:4], v[:4]), attend(q, k[4:], v[4:]))
 joined - out
 
 # %% [markdown]
-# Differences of that size are the rounding of float32, not an approximation: piece by piece is *exact*.
+# Differences of that size are the rounding of float32, not an approximation: attention piece by piece is
+# *exact*.
 #
 # ## Exercise 3: stream unequal blocks (12 min)
 #
 # Keys and values come as a stream of blocks `(k, v)` of different lengths, some of them empty. Memory
 # holds **one** block at a time: it is overwritten when the next one comes, so keep `(out, lse)` only.
-# Begin with the empty state, and go on with your `merge` or `unit.join`. `attend` works for empty
-# blocks, too. Return the output.
+# Begin with the empty state, and merge each block with your `merge` or `unit.join`. `attend` works for
+# empty blocks, too. Return the output.
 
 
 # %% tags=["exercise"]
@@ -141,11 +144,12 @@ unit.check_stream(stream)
 # %% [markdown]
 # ## Play (6 min)
 #
-# Four real ranks, as in unit 0. Each attends to some of the keys with all queries. `all_gather` is a
+# Four real ranks, as in unit 0. Each attends to a part of the KV with all queries. `all_gather` is a
 # collective: it copies what each rank has (here its `out`, then its `lse`) into a list on every rank.
-# `unit.fold` merges a list of pieces. The last line shows how far each rank is from the result above.
+# `unit.fold` merges a list of partial outputs. The last line shows how far each rank is from the result
+# above.
 #
-# Change the number of ranks; take `ranks = 11`, so that one has no key; or put `q = 50 * q` and
+# Change the number of ranks; take `ranks = 11`, so that one rank has no key; or put `q = 50 * q` and
 # `out, lse = attend(q, k, v)` before it, for large scores. Is the error still that of rounding?
 
 
@@ -164,8 +168,8 @@ results = tasp.launch(attend_together, ranks, ranks)
 [f"{(found - out).abs().max():.1e}" for found, _ in results]
 
 # %% [markdown]
-# Where do pieces come from? Move `rank` and `step`: one rank's pairs, step by step. (Layouts are in unit
-# 4, several documents and windows in unit 8.)
+# Which pieces does a rank compute, and when? Move `rank` and `step` to see the pairs of one rank, step by
+# step. (Layouts are in unit 4, several documents and windows in unit 8.)
 
 # %%
 from visualize.widgets import explore_mask
@@ -175,14 +179,14 @@ explore_mask(lengths="64", layout="contiguous", rank=3)
 # %% [markdown]
 # ## Recap (5 min)
 #
-# Replace each `...`; words in quotation marks.
+# Replace each `...`. Put words in quotation marks.
 #
-# 1. Does the order in which pieces are merged change the exact result, `"yes"` or `"no"`?
+# 1. Does the order in which partial outputs are merged change the exact result, `"yes"` or `"no"`?
 # 2. What is the lse of no key? (a float)
-# 3. Two pieces have equal lse. What is the weight of the first one's output?
-# 4. A piece of 5 keys has output all 2.0, one of 5 other keys 6.0; all scores are equal. The merged
-#    output?
-# 5. A rank sends its output, `D` numbers a query. How many more numbers a query must it send, so that
+# 3. Two partial outputs have equal lse. What is the weight of the first one's output?
+# 4. The output over 5 keys is all 2.0, the one over 5 other keys 6.0; all scores are equal. What is the
+#    merged output?
+# 5. A rank sends its output, `D` numbers per query. How many more numbers per query must it send, so that
 #    the receiver can merge?
 
 # %% tags=["exercise"]

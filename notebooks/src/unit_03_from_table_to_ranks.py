@@ -6,11 +6,13 @@
 #
 # ## Picture and question (5 min)
 #
-# A proved table still has to become calls. For one rank, `lower` turns it into a program: in each step
-# the messages to **post** (to begin sending or receiving), the keys to compute on meanwhile, and where in
-# memory what arrives will lie. The picture shows that memory: what lies in it, step by step.
+# A proved table still has to become calls. For one rank, `lower` turns it into a program. Each step of the
+# program lists the messages to **post** (to begin sending or receiving), the KV to compute on meanwhile,
+# and where in memory the arriving KV is stored. The picture shows that memory and its content, step by
+# step.
 #
-# *The ring visits every rank with every key. Why is room for two enough, however many ranks there are?*
+# *In a ring, every rank's KV visits every rank. Why are buffers for two shares enough, however many ranks
+# there are?*
 
 # %% tags=["setup"]
 import torch
@@ -32,7 +34,7 @@ for t, step in enumerate(tasp.lower(plan, 0).steps):
     print(f"step {t}:", ", ".join(out + into), "| compute" if step.compute else "")
 
 # %% [markdown]
-# The first 40 rows are rank 0's own keys and values. They stay, so the picture leaves them out.
+# The first 40 rows of the memory are rank 0's own KV. It stays, so the picture leaves it out.
 #
 # ## Exercise 1: a step on four ranks (15 min)
 #
@@ -43,9 +45,9 @@ for t, step in enumerate(tasp.lower(plan, 0).steps):
 #     work.wait()                                # returns when that is done
 #
 # Write `move`: it runs **one** step on one rank. `hops` lists `(src, dst, owner)` of all ranks; most do
-# not concern this one. `held` maps an owner to the tensor of its keys: send from it, put into it what
-# arrives, and return it. Every tensor has four numbers, as `torch.empty(4)` has. Wait for all that you
-# began, sends too, before you return: after that, the check writes over what was sent.
+# not concern this one. `held` maps an owner to the tensor with its KV: send from it, add what arrives to
+# it, and return it. Every tensor has four numbers, as `torch.empty(4)` has. Before you return, wait for
+# everything that you began, sends too: after that, the check overwrites what was sent.
 
 
 # %% tags=["exercise"]
@@ -75,8 +77,8 @@ unit.check_move(move)
 # ## Exercise 2: an order that hangs (12 min)
 #
 # `dist.send` and `dist.recv` are the same without `i`: they return only when the message is through.
-# Below every rank first sends to its right neighbour. Nobody receives, so nobody's send ends: a
-# **deadlock**. `launch` gives up after `timeout_s` and says who hung.
+# Below, every rank first sends to its right neighbour. No rank receives, so no send ends: a **deadlock**.
+# `launch` gives up after `timeout_s` and says which ranks hung.
 
 # %% tags=["setup"]
 from tasp_course.unit_03 import all_send_first
@@ -88,8 +90,8 @@ except tasp.RankError as error:
     print(error.errors)
 
 # %% [markdown]
-# Repair it with `send` and `recv` alone: choose for each rank which comes first. It must work for even
-# and odd numbers of ranks. Return the number that came from the left neighbour.
+# Repair it with `send` and `recv` alone: choose for each rank which comes first. It must work for even and
+# odd numbers of ranks. Return the number that came from the left neighbour.
 
 
 # %% tags=["exercise"]
@@ -117,14 +119,14 @@ def turn(rank, group, own):
 unit.check_turn(turn)
 
 # %% [markdown]
-# With `isend` and `irecv` order matters less: both are under way before anybody waits. So the
+# With `isend` and `irecv` the order matters less: both are under way before any rank waits. So the
 # [executor](../../tasp_core/runtime/execute.py) posts all messages of a step, computes, and waits last.
 #
 # ## Exercise 3: two buffers are enough (12 min)
 #
-# Posting first has a price: while step `t` is computed, what arrives may not overwrite what is still
-# being read or sent. Each arriving share **lives** from the step in which it arrives to the step in
-# which it is last used, both included. For the ring on six ranks:
+# Posting first has a price: while step `t` is computed, what arrives may not overwrite what is still being
+# read or sent. Each arriving share is **live** from the step in which it arrives to the step in which it
+# is last used, both included. For the ring on six ranks, these are the first and last steps of each share:
 
 # %% tags=["setup"]
 lives = unit.ring_lives(6)
@@ -133,9 +135,9 @@ lives = unit.ring_lives(6)
 lives
 
 # %% [markdown]
-# Write `slots(lives)`: for each share the number of the slot it lies in, counted from 0. Lives that
-# overlap, even in one step, need different slots. Use as few slots as possible. Lives are sorted by
-# arrival.
+# Write `slots(lives)`: for each share the number of the buffer slot that it occupies, counted from 0.
+# Shares that are live at the same time, even in one step only, need different slots. Use as few slots as
+# possible. `lives` is sorted by arrival.
 
 
 # %% tags=["exercise"]
@@ -159,9 +161,9 @@ unit.check_slots(slots)
 # %% [markdown]
 # ## Play (10 min)
 #
-# Why all this? To compute *while* messages travel. One plan on a machine with slow links, with and
-# without overlap. Make `tokens` larger or smaller: when does overlap help most, and by what factor can
-# it ever help?
+# What is gained by all this? A rank computes *while* messages travel. Here is one plan on a machine with
+# slow links, with and without overlap. Make `tokens` larger or smaller: when does overlap help most, and
+# by what factor can it ever help?
 
 # %%
 tokens = 20_000
@@ -174,9 +176,9 @@ visualize.timeline(
 )
 
 # %% [markdown]
-# And the whole thing, on four real processes: a table like yours in, exact attention out. `shard` takes a
-# rank's tokens out of the row, `unshard` puts the ranks' outputs back in order. The number is the largest
-# difference from float64 on one process.
+# Now all of it together, on four real processes: a table like yours goes in, exact attention comes out.
+# `shard` selects a rank's tokens from the sequence, `unshard` puts the ranks' outputs back in order. The
+# number is the largest difference from float64 on one process.
 
 
 # %%
@@ -196,7 +198,7 @@ unit.error_against_float64(out, small.docs)
 #
 # 1. Which call returns before the message is through: `"send"` or `"isend"`?
 # 2. All of 3 ranks call `dist.recv` first. How many of them hang?
-# 3. A rank relays along the ring of 64 ranks. How many slots for travelling keys does it need?
+# 3. A rank forwards shares along the ring of 64 ranks. How many slots for travelling KV does it need?
 # 4. A step computes for 3 ms and communicates for 5 ms. How many ms does it take with overlap?
 # 5. And the largest speed-up that overlap can ever give, as a factor?
 

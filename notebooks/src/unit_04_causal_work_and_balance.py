@@ -6,10 +6,10 @@
 # ## Picture and question (5 min)
 #
 # With a **causal** mask a token sees itself and the tokens before it. Below, a colour is the rank that
-# computes a (query, key) pair: rank 0 has the first quarter of the row, rank 3 the last. All have as
-# many tokens, but not as much to do.
+# computes a (query, key) pair: rank 0 has the first quarter of the sequence, rank 3 the last. All ranks
+# have the same number of tokens, but not the same amount of work.
 #
-# *How many times longer than it should does the whole take, because of the busiest rank?*
+# *By what factor does the busiest rank prolong the pass, compared with perfectly even work?*
 
 # %% tags=["setup"]
 import tasp_core as tasp
@@ -23,10 +23,11 @@ visualize.mask(plan)
 # %% [markdown]
 # ## Exercise 1: work of a rank in a step (12 min)
 #
-# `n` ranks in a ring, each with `b` consecutive tokens. In step `t` rank `r` computes its queries
-# against the keys of rank `r - t`, if there is such a rank: else those of rank `r - t + n`, which
-# come *later* in the row. How many pairs are visible? Count three cases: earlier keys, own keys, later
-# keys. Write `work(n, b)`: a list of `n` lists, `work(n, b)[r][t]`.
+# `n` ranks form a ring, each with `b` consecutive tokens. In step `t` rank `r` computes its queries
+# against the KV of rank `r - t`, if there is such a rank. Otherwise it has the KV of rank `r - t + n`,
+# which come *later* in the sequence. How many pairs are visible? Count three cases: earlier KV, own KV,
+# later KV. Write `work(n, b)`: a list of `n` lists, so that `work(n, b)[r][t]` is the number of pairs of
+# rank `r` in step `t`.
 
 
 # %% tags=["exercise"]
@@ -44,24 +45,26 @@ def work(n, b):
 unit.check_work(work)
 
 # %% [markdown]
-# The checker counts the same from the plan, whatever the layout. Rows are ranks, columns steps:
+# The checker counts the same from the plan, whatever the layout. Rows are ranks, columns are steps:
 
 # %%
 tasp.check(plan).work
 
 # %% [markdown]
-# A rank goes on when its neighbours are ready, they when theirs are: so all wait for the slowest. The
-# ranks at the row's begin compute almost nothing, and yet the pass lasts as if all were the last one.
+# A rank can go on only when its neighbours are ready, and they wait for theirs: so all ranks wait for the
+# slowest. The ranks with the first tokens compute almost nothing, and yet the pass lasts as long as if all
+# ranks had the work of the last one.
 #
 # ## Exercise 2: zigzag (12 min)
 #
-# The fix costs nothing: deal out the tokens differently. Cut the row into `2 * n` blocks. Rank `r` gets
-# block `r` from the front and block `r` counted from the back. For four ranks, by rank:
+# The fix costs nothing: distribute the tokens differently. Cut the sequence into `2 * n` blocks. Rank `r`
+# gets block `r` from the front and block `r` counted from the back. For four ranks, these are the ranks of
+# the eight blocks:
 #
 #     0 1 2 3 3 2 1 0
 #
-# Write `zigzag(rank, n, total)`: the list of the rank's tokens, the front block first, each block in
-# row order. `total` is a multiple of `2 * n`.
+# Write `zigzag(rank, n, total)`: the list of the rank's tokens, the front block first, each block in the
+# order of the sequence. `total` is a multiple of `2 * n`.
 
 
 # %% tags=["exercise"]
@@ -84,14 +87,14 @@ even = tasp.plan([256], 4, schedule="ring", layout="zigzag")
 visualize.balance([("contiguous", plan), ("zigzag", even)])
 
 # %% [markdown]
-# The *worst single step* is the same ratio within one step: in the last one of `contiguous` only rank 3
+# The *worst single step* is the same ratio within one step: in the last step of `contiguous` only rank 3
 # computes anything.
 #
 # ## Exercise 3: predict the bound, then plot (10 min)
 #
-# Back to contiguous blocks. For long rows, how many times the mean over ranks does the busiest rank
-# compute? Write `bound(n)`, a number, as a formula. (Pairs of a step count `b * b`, those of the own block
-# half as much; `b` cancels.) Predict first: what does it tend to for many ranks?
+# Back to contiguous blocks. For long sequences, what is the work of the busiest rank over the mean of all
+# ranks? Write `bound(n)`, which returns this number from a formula. (A step counts `b * b` pairs, the step
+# on the own block half as many; `b` cancels.) Predict first: what does the ratio tend to for many ranks?
 
 
 # %% tags=["exercise"]
@@ -122,10 +125,11 @@ visualize.balance(
 # %% [markdown]
 # ## Play (6 min)
 #
-# Zigzag is perfect for one document. Now pack several into the row, with commas between their lengths: a
-# token sees its own document only. Which layout stays even? Try one long document and many short ones,
-# and other layouts: `striped` deals out token after token, `per_document` is a zigzag inside each
-# document, `balanced` cuts few documents, and is even all the same (unit 8).
+# Zigzag is perfect for one document. Now pack several documents into the sequence, with commas between
+# their lengths: a token sees its own document only. Which layout keeps the work even? Try one long
+# document and many short ones, and other layouts. `striped` distributes one token after the other,
+# `per_document` is a zigzag inside each document, and `balanced` cuts few documents and still gives even
+# work (unit 8).
 
 # %%
 from visualize.widgets import explore_balance
@@ -133,15 +137,16 @@ from visualize.widgets import explore_balance
 explore_balance(lengths="1024", ranks=4)
 
 # %% [markdown]
-# Time, too: a longer row on the slow machine of unit 3. Communication hides; idle ranks do not.
+# Time, too: a longer sequence on the slow machine of unit 3. Communication can be hidden behind compute;
+# idle ranks cannot.
 
 # %%
 from tasp_course.unit_03 import SLOW
 
 
 def timed(layout):
-    made = tasp.plan([40_000], 4, schedule="ring", layout=layout, machine=SLOW)
-    return layout, tasp.simulate(made, heads=8, head_dim=128)
+    plan = tasp.plan([40_000], 4, schedule="ring", layout=layout, machine=SLOW)
+    return layout, tasp.simulate(plan, heads=8, head_dim=128)
 
 
 visualize.timeline([timed("contiguous"), timed("zigzag")])
@@ -152,9 +157,9 @@ visualize.timeline([timed("contiguous"), timed("zigzag")])
 # 1. How many pairs does one causal document of 4 tokens have?
 # 2. A ring of 4 ranks, contiguous: in how many of the 4 compute steps does rank 0 compute anything?
 # 3. Zigzag, 4 ranks, 8 blocks: which block does rank 1 hold besides block 1?
-# 4. With very many ranks, how many times the mean does the busiest rank compute, contiguous?
-# 5. A row of two documents of equal length on 2 ranks, contiguous: the busiest rank's work over the
-#    mean?
+# 4. With very many ranks and the contiguous layout, what is the work of the busiest rank over the mean?
+# 5. A sequence of two documents of equal length on 2 ranks, contiguous: what is the work of the busiest
+#    rank over the mean?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

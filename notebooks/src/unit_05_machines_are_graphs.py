@@ -6,9 +6,10 @@
 #
 # ## Picture and question (5 min)
 #
-# Eight accelerators in one box, a **node**, and two ways to join them. In the first picture every two have
-# a **link** of their own (AMD MI300X): a **full mesh**. In the second each has one fat **port** to a
-# switch (NVIDIA H100). The planner knows both as ranks and *resources*, each with a capacity in GB/s.
+# Eight accelerators in one box, a **node**, can be joined in two ways. In the first picture every two have
+# a **link** of their own (AMD MI300X): a **full mesh**. In the second each has one fast **port** to a
+# switch (NVIDIA H100). The planner describes both as ranks and **resources**, each with a capacity in
+# GB/s.
 #
 # *Each rank sends to its right neighbour only. Which of the two machines is badly used?*
 
@@ -25,8 +26,8 @@ visualize.topology(mesh)
 visualize.topology(switch)
 
 # %% [markdown]
-# What a message uses, and how fast it can be, depends on the pair. `h100x2` is two nodes `h100`; between
-# them a message leaves and enters by a **NIC**, a network card:
+# Which resources a message uses, and how fast it can be, depends on the pair of ranks. `h100x2` is two
+# nodes `h100`; between nodes a message leaves and enters through a **NIC**, a network card:
 
 # %%
 for where in (mesh, switch, tasp.machine("h100x2")):
@@ -36,13 +37,13 @@ for where in (mesh, switch, tasp.machine("h100x2")):
 # %% [markdown]
 # ## Exercise 1: build three machines (10 min)
 #
-# `tasp.Machine(name, node_size, num_nodes, link_gbps=, port_gbps=, nic_gbps=)`: links join every two
-# ranks of a node, ports go to the node's switch, NICs join nodes. What a machine does not have is left out;
-# `num_nodes` is 1 unless you say more. Build
+# `tasp.Machine(name, node_size, num_nodes, link_gbps=, port_gbps=, nic_gbps=)`: links join every two ranks
+# of a node, ports connect each rank to the node's switch, NICs join nodes. Leave out what a machine does
+# not have; `num_nodes` is 1 unless you say more. Build
 #
 # - `mesh`: four ranks, a link of 50 GB/s between every two;
 # - `switch`: eight ranks on a switch, ports of 450 GB/s, no links;
-# - `cluster`: two nodes of four ranks, links of 64 GB/s inside, a NIC of 25 GB/s a rank.
+# - `cluster`: two nodes of four ranks, links of 64 GB/s inside, one NIC of 25 GB/s per rank.
 
 # %% tags=["exercise"]
 machines = {"mesh": ..., "switch": ..., "cluster": ...}
@@ -60,31 +61,33 @@ unit.check_machines(machines)
 # %% [markdown]
 # ## Exercise 2: the load of a schedule (12 min)
 #
-# Words say who sends to whom; a machine says which resources that uses. Write `load(words, machine)`: a
-# dict from each resource that is used to the number of shares it carries in all.
-# `unit.ends("t3 2>5 kv1.4")` gives `(2, 5)`; `machine.resources(src, dst)` gives the names.
+# Hops say which rank sends to which; a machine says which resources that uses. Write
+# `load(hops, machine)`: a dict from each resource that is used to the total number of shares that it
+# carries. `hops` is a list in text form. `unit.ends("t3 2>5 kv1.4")` gives `(2, 5)`;
+# `machine.resources(src, dst)` gives the names.
 
 
 # %% tags=["exercise"]
-def load(words, machine):
+def load(hops, machine):
     return ...
 
 
 # %% tags=["solution"]
-def load(words, machine):
-    found = {}
-    for word in words:
-        for name in machine.resources(*unit.ends(word)):
-            found[name] = found.get(name, 0) + 1
-    return found
+def load(hops, machine):
+    shares = {}
+    for hop in hops:
+        for name in machine.resources(*unit.ends(hop)):
+            shares[name] = shares.get(name, 0) + 1
+    return shares
 
 
 # %% tags=["check"]
 unit.check_load(load)
 
 # %% [markdown]
-# One ring on the mesh of eight, against `tasp`, a schedule that cuts keys into shares and sends them over
-# all links at once (unit 6). A cell of the matrix is a link; those with a 0 are bought and unused:
+# The next figure compares one ring on the mesh of eight with `tasp`, a schedule that cuts each rank's KV
+# into shares and sends them over all links at once (unit 6). A cell of the matrix is a link; a link with a
+# 0 is not used at all:
 
 # %%
 ring = tasp.plan([1024], 8, schedule="ring", machine=mesh)
@@ -97,8 +100,8 @@ for plan in (ring, many):
     print(f"{plan.schedule.name}: {report.busy:.0%} of the links are busy in a step")
 
 # %% [markdown]
-# *No* schedule can bring all keys to all ranks in less than the **cut bound**: bytes that must enter a rank
-# (or a node), over what can enter it a second. With one GB of keys a rank:
+# *No* schedule can bring all KV to all ranks in less time than the **cut bound**: the bytes that must
+# enter a rank (or a node), over the bandwidth into it. For one GB of KV per rank:
 
 # %%
 for where in (mesh, switch, tasp.machine("h100x2")):
@@ -108,8 +111,8 @@ for where in (mesh, switch, tasp.machine("h100x2")):
 # ## Exercise 3: read a real machine (12 min)
 #
 # On a machine with NVIDIA GPUs, `nvidia-smi topo -m` prints a matrix. NVLinks join GPUs directly: `NV4`
-# means four of them between the two, `SYS`, `PIX`, `PHB`, `NODE` ways through the host (the computer
-# around the GPUs), `X` the GPU itself. A real one, of eight V100:
+# means four of them between the two. `SYS`, `PIX`, `PHB`, `NODE` are routes through the host (the computer
+# around the GPUs), `X` is the GPU itself. Here is a real matrix, of eight V100:
 
 # %% tags=["setup"]
 text = (unit.TOPOLOGIES / "v100_cube.txt").read_text()
@@ -119,8 +122,8 @@ print(text[: text.index("Legend")].expandtabs(6))
 
 # %% [markdown]
 # Write `nvlinks(text)`: a list of lists, the number of NVLinks between each two GPUs, 0 where there is
-# none. Lines of GPUs begin with `GPU` and a digit, right at the line's begin (the header is indented);
-# white space parts the columns, and those of NICs and affinities do not belong to the answer.
+# none. The line of a GPU begins with `GPU` and a digit, without indentation (the header is indented).
+# White space separates the columns. The columns of NICs and affinities do not belong to the answer.
 
 
 # %% tags=["exercise"]
@@ -148,16 +151,17 @@ visualize.topology(cube)
 # %% [markdown]
 # ## Play (6 min)
 #
-# Break something: a dead link, a slow one; the numbers are the GB/s that are left. Which way do messages
-# take, and what does the bound say? (`degraded` refuses what would leave two ranks without a way.)
+# Break something: a dead link, a slow one; the numbers are the GB/s that are left. Which route do messages
+# take now, and what does the bound say? (`degraded` refuses a change that would leave two ranks without a
+# route.)
 
 # %%
 hurt = tasp.machine("mesh4").degraded({"link 0>1": 0, "link 2>3": 10})
 print(hurt.resources(0, 1), f"{1000 * tasp.cut_bound(hurt, 1e9):.1f} ms")
 
 # %% [markdown]
-# And whole machines. In brackets: how much of other ranks' keys a rank has to hold at most, where 1 KV is
-# as much as its own.
+# Now compare schedules on complete machines. The number in brackets is the most KV of other ranks that a
+# rank holds at a time; 1 KV is as much as its own.
 
 # %%
 from visualize.widgets import explore_machine
@@ -168,10 +172,10 @@ explore_machine(machine="mi300x")
 # ## Recap (5 min)
 #
 # 1. How many links does a full mesh of 8 ranks have, if the two directions count as two?
-# 2. How many of them carry something in a step of one ring?
+# 2. How many of them are busy in a step of one ring?
 # 3. Links of 50 GB/s, 4 ranks, full mesh: how many GB/s can enter a rank?
 # 4. A hop from rank 0 to rank 9 on `h100x2`: over `"port"` or `"nic"`?
-# 5. On which machine does one ring already fill what a rank has: `"mesh"` or `"switch"`?
+# 5. On which machine does one ring already use the full bandwidth of a rank: `"mesh"` or `"switch"`?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 9. Planners
 #
-# Afterwards you can say how fast a machine could be at best, write a planner for a machine whose links
-# differ, and hold it to that bound. Needs units 5 to 7.
+# Afterwards you can compute the least communication time of a machine, write a planner for a machine whose
+# links differ, and compare its plans with that bound. Needs units 5 to 7.
 
 # %% tags=["setup"]
 import tasp_core as tasp
@@ -14,8 +14,8 @@ from tasp_course.unit_09 import KV_BYTES, machines
 # ## Picture and question (5 min)
 #
 # Rings treat all links alike. Here is a machine on which some links are 2, 4 or 10 times slower than
-# others: a bad cable, a switch that is shared. A line of the picture is two links, one each way; it is
-# dashed where one of them is slow. *What sets the time of a step in which all links send?*
+# others: a bad cable, a switch that is shared. A line of the picture is two links, one in each direction;
+# it is dashed where one of them is slow. *What determines the time of a step in which all links send?*
 
 # %%
 machine = machines()[1]
@@ -33,16 +33,17 @@ plan = tasp.plan([16384], machine.ranks, schedule="tasp", layout="contiguous", m
 visualize.timeline([("tasp", tasp.simulate(plan, heads=8, head_dim=128))])
 
 # %% [markdown]
-# Every link carries as much as every other, so the slowest one sets the time of each step: the grey bars.
+# Every link carries as much as every other, so the slowest link determines the time of each step: the grey
+# bars.
 #
 # ## Exercise 1: the cut bound (10 min)
 #
-# Every rank needs the keys and values of all others, `nbytes` bytes of each. Whatever the schedule, these
-# bytes must come into rank r over the links into it. And its own must leave it, once at least: others can
-# hand them on. Both take a least time, and all links of a rank can be busy at once. Return the seconds
-# that no schedule can beat: the longest of these times, over all ranks.
+# Every rank needs the KV of all others, `nbytes` bytes of each. Whatever the schedule, these bytes must
+# enter rank r over the links into it. And its own KV must leave it at least once: other ranks can forward
+# them. Each of the two has a least time, with all links of the rank busy at once. Return the seconds that
+# no schedule can beat: the longest of these times, over all ranks.
 #
-# `machine.route_gbps(src, dst)` is the rate of a link in GB/s (1e9 bytes a second).
+# `machine.route_gbps(src, dst)` is the bandwidth of a link in GB/s (1e9 bytes per second).
 
 
 # %% tags=["exercise"]
@@ -67,23 +68,23 @@ def bound_s(machine, nbytes):
 unit.check_bound(bound_s)
 
 # %%
-print(
-    f"bound {tasp.cut_bound(machine, KV_BYTES) * 1e3:.2f} ms; tasp takes {unit.ratio(plan):.2f} x as long"
-)
+print(f"cut bound: {tasp.cut_bound(machine, KV_BYTES) * 1e3:.2f} ms")
+print(f"tasp takes {unit.ratio(plan):.2f} times as long")
 
 # %% [markdown]
 # ## Exercise 2: a greedy planner (15 min)
 #
-# Each rank's keys are cut into pieces `(owner, number)`. A planner is asked once a step what moves:
+# Each rank's KV is cut into shares `(owner, number)`. A planner is called once per step and says what is
+# sent:
 #
 #     rate    {(src, dst): GB/s} of every link
-#     have    {rank: set of pieces that it has}
+#     have    {rank: set of shares that it has}
 #
-# It answers with a list of `(src, dst, piece)`: at most one piece a link, each from a rank that has it to
-# one without, no piece twice to the same rank. It is asked again until everybody has everything.
+# It returns a list of `(src, dst, share)`: at most one share per link, each from a rank that has it to a
+# rank that does not, no share twice to the same rank. It is called again until every rank has every share.
 #
-# Write one that uses every link that can help. The check proves its plans, forward and backward, on
-# twenty machines, and asks that they are not much slower than `tasp` is there: at most
+# Write a planner that uses every link that can help. The check proves its plans, forward and backward, on
+# twenty machines. It also asks that they are not much slower than `tasp` is there: at most
 # `unit.ALL_LINKS` cut bounds on average.
 
 # %%
@@ -102,9 +103,9 @@ def greedy(rate, have):
     for src, dst in rate:
         new = have[src] - have[dst] - coming[dst]
         if new:
-            piece = min(new)
-            coming[dst].add(piece)
-            sent.append((src, dst, piece))
+            share = min(new)
+            coming[dst].add(share)
+            sent.append((src, dst, share))
     return sent
 
 
@@ -114,11 +115,11 @@ unit.check_planner(greedy)
 # %% [markdown]
 # ## Exercise 3: patience (12 min)
 #
-# A step lasts as long as its slowest transfer. So a slow link that carries one piece can keep ranks
-# waiting that could have had two by other ways. Take fast links first, and leave a link alone where it is
-# much slower than the fastest that sends in this step (try some thresholds). And of the pieces that a link
-# could carry, send one that few ranks have, so that others can hand it on. At most `unit.PATIENT` cut
-# bounds on average.
+# A step lasts as long as its slowest transfer. So a slow link that carries one share can keep ranks
+# waiting that could have received two shares over other links. Take fast links first, and do not use a
+# link that is much slower than the fastest one that sends in this step (try some thresholds). Among the
+# shares that a link could carry, send one that few ranks have, so that others can forward it. At most
+# `unit.PATIENT` cut bounds on average are allowed.
 
 
 # %% tags=["exercise"]
@@ -130,17 +131,17 @@ def patient(rate, have):
 def patient(rate, have):
     sent, coming = [], {rank: set() for rank in have}
 
-    def copies(piece):
-        return sum(piece in some[rank] for some in (have, coming) for rank in have), piece
+    def copies(share):
+        return sum(share in held[rank] for held in (have, coming) for rank in have), share
 
     for src, dst in sorted(rate, key=rate.get, reverse=True):
         new = have[src] - have[dst] - coming[dst]
         if sent and rate[src, dst] < 0.45 * rate[sent[0][:2]]:
             break
         if new:
-            piece = min(new, key=copies)
-            coming[dst].add(piece)
-            sent.append((src, dst, piece))
+            share = min(new, key=copies)
+            coming[dst].add(share)
+            sent.append((src, dst, share))
     return sent
 
 
@@ -150,29 +151,31 @@ unit.check_patient(patient)
 # %% [markdown]
 # ## Play (15 min)
 #
-# A score board: enter your planner under a name. The board is a file of yours,
-# `results/scoreboard.json`; times are modelled. Lower is better, and nobody can be below 1.
+# A score board: enter your planner under a name. The board is a file of yours, `results/scoreboard.json`;
+# times are modelled. Lower is better, and no planner can be below 1.
 
 # %%
 print(unit.enter("my planner", patient))
 
 # %% [markdown]
-# What yours does to one machine. Which links does it leave alone, and who waits?
+# The figure shows the plan of your planner for one machine. Which links are not used, and which ranks
+# wait?
 
 # %%
 unit.against(machine, patient)
 
 # %% [markdown]
-# Ideas: cut keys into more pieces (`unit.planned(machine, patient, pieces=4)`); try several thresholds and
-# keep the plan for which `unit.ratio(plan)` is least; look ahead for ranks that will be last.
+# Ideas: cut the KV into more shares (`unit.planned(machine, patient, shares=4)`); try several thresholds
+# and keep the plan for which `unit.ratio(plan)` is least; look ahead for ranks that will be last.
 
 # %% [markdown]
 # ## Recap (5 min)
 #
-# 1. 5 ranks with 1 GB of keys each. 40 GB/s come into rank 3 over all its links. At least how many seconds?
+# 1. 5 ranks with 1 GB of KV each. 40 GB/s enter rank 3 over all its links. At least how many seconds does
+#    it take?
 # 2. Two transfers of 60 MB in one step, over 60 and over 6 GB/s: how many ms does the step last?
-# 3. A plan takes 1.3 cut bounds. Can another one be 1.4 times as quick, "yes" or "no"?
-# 4. 4 ranks, keys cut into 2 pieces each: how many pieces arrive somewhere, in all?
+# 3. A plan takes 1.3 cut bounds. Can another one be 1.4 times as fast, "yes" or "no"?
+# 4. 4 ranks, the KV of each cut into 2 shares: how many shares are received, on all ranks together?
 # 5. A rank has 1 GB and can send 2 GB/s over all its links together. At least how many seconds until all
 #    of it has left?
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 11. Measuring honestly
 #
-# Afterwards you can write a benchmark that is fair, fit a machine's figures from it, prepare a job for a
-# cluster, and read result files. Needs unit 0 and unit 7.
+# Afterwards you can write a benchmark that is fair, fit a machine's latency and bandwidth to it, prepare a
+# job for a cluster, and read result files. Needs unit 0 and unit 7.
 
 # %% tags=["setup"]
 import json
@@ -16,20 +16,22 @@ from tasp_course.unit_11 import RESULTS, SIZES
 # %% [markdown]
 # ## Picture and question (5 min)
 #
-# Two new ranks call attention seven times, the same call each time. *Which of these numbers is the time
-# of a call?*
+# Two new ranks call attention seven times, the same call each time. *Which of these numbers is the time of
+# a call?*
 
 # %%
 for rank, samples in enumerate(unit.first_calls()):
     print(f"rank {rank}, ms:", *(f"{1e3 * s:8.2f}" for s in samples))
 
 # %% [markdown]
-# The first call finds a plan, connects sockets and fills caches. Other programs disturb some of the rest.
+# The first call makes a plan, connects sockets and fills caches. Other programs disturb some of the later
+# calls.
 #
 # ## Exercise 1: a benchmark that warms up (10 min)
 #
-# `unit.Fake` is something to measure whose costs are known: its first call takes far longer, one is
-# disturbed. It has a clock of its own, so nothing here really takes that long. Here is a hasty benchmark:
+# `unit.Fake` is a workload whose costs are known: its first call takes far longer than the others, and one
+# later call is disturbed. It has a clock of its own, so nothing here really takes that long. Here is a
+# hasty benchmark:
 
 
 # %%
@@ -70,8 +72,8 @@ unit.check_bench(bench)
 # %% [markdown]
 # ## Exercise 2: several ranks (6 min)
 #
-# `by_rank[r][i]` is what pass i took on rank r, in seconds. All ranks began each pass together. When is a
-# pass over? And a disturbed pass must not count, as above. Return one number: how long does a pass take?
+# `by_rank[r][i]` is the time of pass i on rank r, in seconds. All ranks began each pass together. When is
+# a pass over? And a disturbed pass must not count, as above. Return one number: how long does a pass take?
 
 
 # %% tags=["exercise"]
@@ -91,14 +93,15 @@ unit.check_slowest(pass_s)
 # ## Exercise 3: latency and bandwidth (12 min)
 #
 # From sizes and seconds of single messages (each size occurs several times), return `(latency_s, gbps)` of
-# the model `latency_s + nbytes / (gbps * 1e9)`. Each sample is off by up to a fifth of itself, and sizes
-# differ widely: plain least squares would look at the largest messages alone. Dividing each equation
+# the model `latency_s + nbytes / (gbps * 1e9)`. Each sample has an error of up to a fifth of itself, and
+# sizes differ widely: ordinary least squares would be determined by the largest messages alone. Dividing
+# each equation
 #
 #     latency_s * 1 + (1 / gbps) * (nbytes / 1e9) = seconds
 #
-# by its measured seconds gives all the same weight. `np.linalg.lstsq(columns, right, rcond=None)[0]` are
-# the two unknowns, where `columns` has what stands beside them, a row a sample, and `right` the right
-# sides.
+# by its measured seconds gives all equations the same weight.
+# `np.linalg.lstsq(columns, right, rcond=None)[0]` are the two unknowns. `columns` contains their
+# coefficients, one row per sample, and `right` the right-hand sides.
 
 # %%
 print("sizes:", SIZES)
@@ -122,8 +125,8 @@ unit.check_fit(fit)
 
 # %% [markdown]
 # This machine, measured between two real ranks, with a fit of this kind. Where the points leave the dashed
-# line by more than chance, the model is too simple: which part of a transfer does it not know? (Run it
-# again to see what chance does.)
+# line by more than chance, the model is too simple: which part of a transfer does it leave out? (Run the
+# cell again to see the effect of chance.)
 
 # %%
 samples = unit.transfers()
@@ -135,20 +138,21 @@ unit.picture(samples)
 #
 # ## Exercise 4: a job for a cluster (12 min)
 #
-# On a cluster a queue, mostly Slurm, gives out the nodes: one hands in a **job**, a shell script with what
-# it needs, by `sbatch`. On each node it then runs `torchrun`, which starts the ranks there, one a GPU. The
-# files in `slurm/` are such jobs. What differs from cluster to cluster is in settings, and
+# On a cluster a scheduler, mostly Slurm, assigns the nodes: you submit a **job**, a shell script with what
+# it needs, by `sbatch`. On each node the job then runs `torchrun`, which starts the ranks there, one per
+# GPU. The files in `slurm/` are such jobs. What differs from cluster to cluster is in settings, and
 # `bash slurm/NAME.sbatch --dry-run` prints what would be run, here, without Slurm. Without settings:
 
 # %%
-code, said = unit.dry_run({})
-print(f"exit code {code}: {said}")
+code, output = unit.dry_run({})
+print(f"exit code {code}: {output}")
 
 # %% [markdown]
-# The cluster: a partition (a queue of like nodes) named `gpu`, nodes of 8 H100 GPUs, between them
-# InfiniBand, a network interface named `ib0`. You want to compare ring and tasp at 131072 tokens, on the
-# two nodes that the job asks for. Fill in strings; [site.sh](../../slurm/site.sh) says what is what.
-# `arguments` go to the program and win over its defaults (`--methods a,b --lengths n,m`).
+# The cluster has a partition (a queue of nodes of one kind) named `gpu`, nodes of 8 H100 GPUs, InfiniBand
+# between them, and a network interface named `ib0`. You want to compare ring and tasp at 131072 tokens, on
+# the two nodes that the job asks for. Fill in strings; [site.sh](../../slurm/site.sh) explains the
+# settings. `arguments` are passed to the program and override its defaults
+# (`--methods a,b --lengths n,m`).
 
 # %% tags=["exercise"]
 job = {
@@ -178,9 +182,9 @@ if ... not in job.values():
 # %% [markdown]
 # ## Exercise 5: read a result file (8 min)
 #
-# A result file says under which conditions it was found, holds raw samples, and whether the result was
-# *right*, held against float64, before it was timed. This one is of attention split over the ranks of one
-# machine: how much processor time does the splitting itself cost?
+# A result file contains the conditions under which it was measured, the raw samples, and whether the
+# result was *right*, compared with float64, before it was timed. This one is of attention split over the
+# ranks of one machine: how much processor time does the splitting itself cost?
 
 # %%
 data = json.loads((RESULTS / "overhead.json").read_text())
@@ -191,8 +195,8 @@ print({name: type(value).__name__ for name, value in data.items()})
 
 # %% [markdown]
 # Return the overhead of splitting: the processor time of all ranks (the median of each, added up) over the
-# median of the plain kernel's, in one process, not split; or the word "wrong" where the result was not
-# right.
+# median of the processor time of one process that computes the same attention, not split. Return the
+# string "wrong" if the result was not right.
 
 
 # %% tags=["exercise"]
@@ -215,8 +219,8 @@ unit.check_ratio(overhead)
 # ## Play (5 min)
 #
 # The results of `make demo`, drawn from their file: several schedules, on ranks of one machine. Measured,
-# counted, modelled and quoted (somebody else's) figures are never mixed in one panel. Which of these can
-# you trust to come out the same on your machine?
+# counted, modelled and quoted (published by others) figures are never mixed in one panel. Which of these
+# can you trust to be the same on your machine?
 
 # %%
 visualize.results(RESULTS / "demo.json")
@@ -227,7 +231,7 @@ visualize.results(RESULTS / "demo.json")
 # 1. Calls took 3.0, 1.0, 1.1, 0.9 and 1.0 ms, in this order. What do you report, in ms?
 # 2. A figure of `tasp.simulate`: "measured", "modelled" or "quoted"?
 # 3. A job on 2 nodes with 8 GPUs each: how many ranks?
-# 4. 1 kB over 10 us + bytes / (1 GB/s): mostly "latency" or "bandwidth"?
+# 4. 1 kB, with the model 10 us + bytes / (1 GB/s): mostly "latency" or "bandwidth"?
 # 5. A setting is missing: with which exit code does a job end?
 
 # %% tags=["exercise"]

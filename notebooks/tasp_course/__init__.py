@@ -1,4 +1,4 @@
-"""The course's own code: checks of exercises, one module a unit, and the builder of the notebooks.
+"""The course's own code: checks of exercises, one module per unit, and the builder of the notebooks.
 
 verdict.py says how a check is written; `python -m tasp_course.build` makes the notebooks from ../src.
 """

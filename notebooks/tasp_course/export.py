@@ -1,4 +1,4 @@
-"""Execute notebooks; write them as HTML pages and slides, and the teacher's kit beside them.
+"""Execute notebooks, and write them as HTML pages and slides, together with the teacher's kit.
 
 HTML pages show every figure without a server. Slides load reveal.js and require.js from the network.
 """
@@ -21,30 +21,33 @@ LIMIT_S = 60
 
 
 def execute(nb: Any, folder: Path, *, limit_s: int = LIMIT_S) -> Any:
-    """The notebook, executed in a folder; widgets leave their SVG, not their state.
+    """The notebook, executed in a folder. Of a widget the SVG is kept, not its state.
+
+    Args:
+        limit_s: seconds that one cell may take.
 
     Raises:
-        CellExecutionError: a cell that is not marked as the learner's raised.
+        CellExecutionError: a cell without the tag `raises-exception` raised.
     """
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(nb, timeout=limit_s, store_widget_state=False, resources=resources)
     return client.execute()
 
 
-def to_html(done: Any) -> str:
-    """An executed notebook as a page."""
-    look = {"template_name": "course", "extra_template_basedirs": [str(HERE / "templates")]}
-    return str(HTMLExporter(**look).from_notebook_node(done)[0])
+def to_html(executed: Any) -> str:
+    """An executed notebook as an HTML page."""
+    options = {"template_name": "course", "extra_template_basedirs": [str(HERE / "templates")]}
+    return str(HTMLExporter(**options).from_notebook_node(executed)[0])
 
 
 def export(stems: list[str]) -> Iterator[Path]:
-    """Write the pages of these units and the index; paths as they are written."""
+    """Write the pages of these units, the index and the kit; yield each path once it is written."""
     to = HERE / "html"
     for path in [HERE / kind / f"{stem}.ipynb" for stem in stems for kind in KINDS]:
-        done = execute(nbformat.read(path, as_version=4), path.parent)
-        yield _write(to / path.parent.name / f"{path.stem}.html", _linked(to_html(done)))
+        executed = execute(nbformat.read(path, as_version=4), path.parent)
+        yield _write(to / path.parent.name / f"{path.stem}.html", _linked(to_html(executed)))
         if path.parent.name == "solved":
-            deck = SlidesExporter(reveal_scroll=True).from_notebook_node(done)[0]
+            deck = SlidesExporter(reveal_scroll=True).from_notebook_node(executed)[0]
             yield _write(to / "slides" / f"{path.stem}.slides.html", deck)
     index = execute(nbformat.read(HERE / "index.ipynb", as_version=4), HERE)
     yield _write(to / "index.html", _linked(to_html(index)))
@@ -52,7 +55,7 @@ def export(stems: list[str]) -> Iterator[Path]:
 
 
 def _linked(page: str) -> str:
-    """A page whose links to notebooks lead to their pages."""
+    """The page, with links to HTML pages in place of links to notebooks."""
     return re.sub(r'href="([^":]+)\.ipynb"', r'href="\1.html"', page)
 
 

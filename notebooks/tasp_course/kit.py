@@ -1,7 +1,7 @@
-"""The teacher's kit: run sheets with minutes, and wrong answers with what the checks say to them.
+"""The teacher's kit: run sheets with minutes, and common wrong answers with the hints of the checks.
 
-Wrong answers are those of the tests, ../../tests/course_answers/unit_NN.py: `WRONG` maps a check to
-{what is wrong: answer}.
+The wrong answers are those of the tests, ../../tests/course_answers/unit_NN.py. There, `WRONG` maps the
+name of a check to {what is wrong: answer}.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Answers = dict[str, dict[str, Any]]
 
 
 def wrong_answers(source: Path) -> Answers:
-    """Wrong answers of a unit by check.
+    """Wrong answers of a unit, by check.
 
     Raises:
-        FileNotFoundError: the tests are not there.
+        FileNotFoundError: this installation does not have the tests.
     """
     path = ROOT / "tests" / "course_answers" / f"{source.stem[:7]}.py"
     spec = spec_from_file_location(f"course_answers_{source.stem[5:7]}", path)
@@ -32,26 +32,28 @@ def wrong_answers(source: Path) -> Answers:
 
 
 def checks(source: Path) -> Any:
-    """The unit's module of checks."""
+    """The module with the checks of a unit."""
     return import_module(f"tasp_course.{source.stem[:7]}")
 
 
 def teachers_kit(sources: list[Path]) -> str:
-    """Markdown: for each source its headings with minutes, common wrong answers and the hints to them."""
-    parts = ["# Teacher's kit", "Start times count minutes from the unit's begin."]
+    """Markdown: for each source its headings with minutes, and common wrong answers with the hints."""
+    parts = ["# Teacher's kit", "Start times are minutes from the start of the unit."]
     for source in sources:
         parts.append(f"## {title(source)}: {minutes(source)} minutes")
-        start, rows = 0, ["| at | minutes | what |", "|---|---|---|"]
+        start, rows = 0, ["| start | minutes | part |", "|---|---|---|"]
         for cell in cells(source):
             for line in cell.source.splitlines() if cell.cell_type == "markdown" else ():
-                if found := MINUTES.match(line):
+                if heading := MINUTES.match(line):
                     name = line.lstrip("# ").rpartition(" (")[0]
-                    rows.append(f"| {start} | {found[1]} | {name} |")
-                    start += int(found[1])
+                    rows.append(f"| {start} | {heading[1]} | {name} |")
+                    start += int(heading[1])
         parts.append("\n".join(rows))
-        said = []
-        for name, some in wrong_answers(source).items():
+        hints = []
+        for name, answers in wrong_answers(source).items():
             check = getattr(checks(source), name)
-            said += [f"- `{name}`, {label}: {check(answer)!r}" for label, answer in some.items()]
-        parts.append("Common wrong answers, and what the check says:\n\n" + "\n".join(said))
+            hints += [
+                f"- `{name}`, {label}: {check(answer)!r}" for label, answer in answers.items()
+            ]
+        parts.append("Common wrong answers, and what the check says:\n\n" + "\n".join(hints))
     return "\n\n".join(parts) + "\n"

@@ -1,12 +1,12 @@
 """Rehearsal: a plan's communication on an emulated machine, now or as it was recorded.
 
-    found = rehearse(plan, machine)        # builds the machine's network on this one, if it may
-    found.seconds, found.how               # "emulated now", or "recorded" where it may not
+    rehearsal = rehearse(plan, machine)     # emulates the machine's network, if this system allows it
+    rehearsal.seconds, rehearsal.how        # "emulated now", or "recorded" where it is not allowed
 
     python -m tasp_course.rehearsal        # records CASES again: visualize/recorded/capstone.json
 
-All rates are slowed down alike, until the pass takes about a second; tensors are checked first.
-Only bytes are emulated: not latency, not kernels.
+All bandwidths are divided by the same factor, so that the pass takes about a second. Before it is timed,
+the result is compared with float64. Only bandwidths are emulated, not latencies and not kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What an emulated pass took, by runs; what the simulator says; the machine and its steps."""
+    """The times of an emulated pass, one per run, the simulated time, the machine and the plan."""
 
     name: str
     how: str
@@ -57,7 +57,7 @@ class Rehearsal:
 
     @property
     def median_s(self) -> float:
-        """The middle run."""
+        """Median over the runs."""
         return median(self.seconds)
 
     def __str__(self) -> str:
@@ -69,60 +69,61 @@ class Rehearsal:
 
 
 def slowed(plan: Plan, machine: Machine) -> tuple[Plan, Machine]:
-    """A short row by the same spec, on the machine with its rates slowed down for about a second.
+    """A plan like this one for a shorter sequence, and a machine so slow that it takes about a second.
 
     Raises:
         TopologyError: a machine that cannot be emulated.
     """
-    part = TOKENS / plan.docs.total
+    factor = TOKENS / plan.docs.total
     docs = Documents.of(
-        [max(1, round(n * part)) for n in plan.docs.lengths], causal=plan.docs.causal
+        [max(1, round(n * factor)) for n in plan.docs.lengths], causal=plan.docs.causal
     )
 
     def at(link_mbit: float) -> tuple[Plan, Machine, float]:
-        on = emulated(machine, link_mbit=link_mbit)
-        small = tasp.plan(
+        slow = emulated(machine, link_mbit=link_mbit)
+        short = tasp.plan(
             docs,
-            on.ranks,
+            slow.ranks,
             schedule=plan.schedule.name,
             layout=plan.layout.name,
-            machine=on,
+            machine=slow,
             schedule_options={k: v for k, v in plan.schedule.options.items() if k != "exchange"},
         )
-        return small, on, tasp.simulate(small, on, **HEADS).comm_s
+        return short, slow, tasp.simulate(short, slow, **HEADS).comm_s
 
-    small, on, seconds = at(1000.0)
-    return at(1000.0 * seconds / LONGEST_S)[:2] if seconds else (small, on)
+    short, slow, seconds = at(1000.0)
+    return at(1000.0 * seconds / LONGEST_S)[:2] if seconds else (short, slow)
 
 
-def _rank(rank: int, group: Any, plan: Plan, given: Inputs, repeats: int) -> list[float]:
-    one = Pass(plan, rank, group, given, lambda: drain(group))
-    return [one.run("communication", backward=False)[0] for _ in range(repeats + 1)][1:]
+def _rank(rank: int, group: Any, plan: Plan, inputs: Inputs, repeats: int) -> list[float]:
+    timed = Pass(plan, rank, group, inputs, lambda: drain(group))
+    return [timed.run("communication", backward=False)[0] for _ in range(repeats + 1)][1:]
 
 
 def emulate(name: str, plan: Plan, machine: Machine, *, repeats: int = 3) -> Rehearsal:
-    """Check the short row's result on real ranks, then time its communication on the emulated machine.
+    """Check the result of the shortened plan, then time its communication on the emulated machine.
 
     Raises:
-        FabricError: no rights for it. TopologyError: a machine that cannot be emulated.
-        PlanError: a plan with heads over groups, or whose results are wrong.
+        FabricError: this process may not build networks.
+        TopologyError: a machine that cannot be emulated.
+        PlanError: a plan with Ulysses, or a wrong result.
     """
     if plan.intra > 1:
         raise PlanError("rehearsals take plans without Ulysses: intra=1")
-    small, on = slowed(plan, machine)
-    given = Inputs.random(small.docs.total, HEADS["heads"], HEADS["kv_heads"], HEADS["head_dim"])
-    errors, _ = verify(small, given)
+    short, slow = slowed(plan, machine)
+    inputs = Inputs.random(short.docs.total, HEADS["heads"], HEADS["kv_heads"], HEADS["head_dim"])
+    errors, _ = verify(short, inputs)
     if not errors.ok:
         raise PlanError(f"the result is wrong: {errors.ours}")
-    with Fabric(on) as net:
-        by_rank = net.launch(_rank, small, given, repeats, timeout_s=60.0)
+    with Fabric(slow) as net:
+        by_rank = net.launch(_rank, short, inputs, repeats, timeout_s=60.0)
     seconds = tuple(max(runs) for runs in zip(*by_rank, strict=True))
-    modelled_s = tasp.simulate(small, on, **HEADS).comm_s
-    return Rehearsal(name, "emulated now", seconds, modelled_s, on, small)
+    modelled_s = tasp.simulate(short, slow, **HEADS).comm_s
+    return Rehearsal(name, "emulated now", seconds, modelled_s, slow, short)
 
 
 def recorded(path: Path = RECORD) -> list[Rehearsal]:
-    """What `python -m tasp_course.rehearsal` found where it was run last."""
+    """The rehearsals that `python -m tasp_course.rehearsal` has recorded."""
     rows = json.loads(path.read_text())["cases"]
     return [
         Rehearsal(
@@ -138,14 +139,16 @@ def recorded(path: Path = RECORD) -> list[Rehearsal]:
 
 
 def rehearse(plan: Plan, machine: Machine) -> Rehearsal:
-    """Emulate the plan here, if this system lets us; else the recorded case most like it."""
+    """Emulate the plan here, if this system allows it; else return the recorded case most like it."""
     name = f"{plan.schedule.name} x {plan.layout.name} on {machine.name}"
     if not missing():
-        with suppress(FabricError):  # the rights are there, and then some kernel module is not
+        with suppress(
+            FabricError
+        ):  # the process has the rights, but a kernel module may be missing
             return emulate(name, plan, machine)
-    found = recorded()
-    alike = [r for r in found if r.plan.schedule.name == plan.schedule.name] or found
-    return next((r for r in alike if r.machine.name.startswith(machine.name)), alike[0])
+    cases = recorded()
+    same = [r for r in cases if r.plan.schedule.name == plan.schedule.name] or cases
+    return next((r for r in same if r.machine.name.startswith(machine.name)), same[0])
 
 
 def main() -> None:
@@ -155,12 +158,12 @@ def main() -> None:
         machine = tasp.machine(TOPOLOGIES / f"{text}.txt")
         docs = Documents.of([TOKENS], causal=False)
         plan = tasp.plan(docs, machine.ranks, schedule=schedule, layout=layout, machine=machine)
-        found = emulate(f"{schedule} on {text}", plan, machine)
-        sys.stdout.write(f"{found}\n")
-        row = {"name": found.name, "seconds": found.seconds, "modelled_s": found.modelled_s}
-        described = json.loads(found.machine.to_json())
+        case = emulate(f"{schedule} on {text}", plan, machine)
+        sys.stdout.write(f"{case}\n")
+        row = {"name": case.name, "seconds": case.seconds, "modelled_s": case.modelled_s}
+        described = json.loads(case.machine.to_json())
         described.pop("schema")
-        rows.append({**row, "machine": described, "plan": found.plan.to_json()})
+        rows.append({**row, "machine": described, "plan": case.plan.to_json()})
     write(RECORD, "capstone", config={"tokens": TOKENS, **HEADS}, right=True, cases=rows)
 
 

@@ -1,6 +1,6 @@
-"""The course's sources: ../src, one py:percent file per unit; their cells, tags, titles and minutes.
+"""The sources of the course, ../src/unit_NN_title.py in py:percent: cells, tags, titles, minutes, index.
 
-Minutes stand in headings: "## Play (8 min)".
+Minutes are in headings: "## Play (8 min)". This module is below build, export and kit, which import it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ MINUTES = re.compile(r"^#+ .*\((\d+) min\)\s*$", re.MULTILINE)
 
 
 def units(names: list[str] | None = None) -> list[Path]:
-    """Sources of the units, or of those named by number or stem.
+    """Sources of all units, or of those with these numbers or stems.
 
     Raises:
-        ValueError: a name that is no unit's.
+        ValueError: a name that is not a unit.
     """
-    found = sorted(SOURCES.glob("unit_[0-9][0-9]_*.py"))
+    course = sorted(SOURCES.glob("unit_[0-9][0-9]_*.py"))
     if not names:
-        return found
-    chosen = {n: [p for p in found if n == p.stem or n.zfill(2) == p.stem[5:7]] for n in names}
+        return course
+    chosen = {n: [p for p in course if n == p.stem or n.zfill(2) == p.stem[5:7]] for n in names}
     if missing := [name for name, paths in chosen.items() if not paths]:
-        raise ValueError(f"no unit {missing[0]!r}; there are {', '.join(p.stem for p in found)}")
+        raise ValueError(f"no unit {missing[0]!r}; there are {', '.join(p.stem for p in course)}")
     return [path for paths in chosen.values() for path in paths]
 
 
 def cells(source: Path) -> list[Any]:
-    """The source's cells, all of them."""
+    """All cells of a source, exercises and solutions."""
     return list(jupytext.read(source, fmt="py:percent").cells)
 
 
 def tags(cell: Any) -> list[str]:
-    """Tags of a cell."""
+    """The tags of a cell."""
     return list(cell.metadata.get("tags", []))
 
 
@@ -54,8 +54,12 @@ def title(source: Path) -> str:
     return cells(source)[0].source.splitlines()[0].removeprefix("# ")
 
 
-def unit_map() -> str:
-    """The table of the index: unit, minutes, what one can do afterwards, what one needs."""
+def unit_table() -> str:
+    """The table of the index: unit, minutes, what a learner can do afterwards, what it needs.
+
+    Raises:
+        ValueError: a unit whose first cell lacks "Afterwards you can ..." or "Needs ...".
+    """
     rows = ["| unit | minutes | afterwards you can | needs |", "|---|---|---|---|"]
     for source in units():
         prose = " ".join(cells(source)[0].source.split())

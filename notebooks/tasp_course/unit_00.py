@@ -25,12 +25,12 @@ def check_kernels(answer: Any) -> None:
 def check_hello(answer: Any) -> None:
     """A greeting of each rank, with rank and number of ranks in it."""
     for ranks in (4, 3):
-        said = tasp.launch(answer, ranks, timeout_s=30)
-        for rank, words in enumerate(said):
-            wanted = f"rank {rank} of {ranks}"
+        greetings = tasp.launch(answer, ranks, timeout_s=30)
+        for rank, greeting in enumerate(greetings):
+            right = f"rank {rank} of {ranks}"
             expect(
-                words == wanted,
-                f"of {ranks} ranks, rank {rank} should say {wanted!r}, not {words!r}",
+                greeting == right,
+                f"of {ranks} ranks, rank {rank} should return {right!r}, not {greeting!r}",
             )
 
 
@@ -42,23 +42,23 @@ def check_share(answer: Any) -> None:
     def knows_its_own(rank: int, group: Any) -> Any:
         return answer(rank, group, [x if r == rank else math.nan for r, x in enumerate(numbers)])
 
-    found = tasp.launch(knows_its_own, 4, timeout_s=10)
-    for rank, (given, number) in enumerate(zip(found, numbers, strict=True)):
+    returned = tasp.launch(knows_its_own, 4, timeout_s=10)
+    for rank, (got, number) in enumerate(zip(returned, numbers, strict=True)):
         right = number / sum(numbers)
-        expect(isinstance(given, float), f"rank {rank} should return a float, got {given!r}")
+        expect(isinstance(got, float), f"rank {rank} should return a float, got {got!r}")
         expect(
-            not math.isnan(given),
+            not math.isnan(got),
             f"rank {rank} used numbers of other ranks from its list, where they are nan: "
-            "they have to travel, see all_reduce",
+            "they have to be sent, see all_reduce",
         )
-        hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {given:.7g}"
-        if abs(given - 1) < 1e-6:
-            hint += "; all_reduce writes the sum into the tensor it gets: give it a copy of `own`"
-        expect(abs(given - right) < 1e-6, hint)
+        hint = f"with the numbers {numbers}, rank {rank} should return {right}, got {got:.7g}"
+        if abs(got - 1) < 1e-6:
+            hint += "; all_reduce writes the sum into the tensor it gets: pass it a copy of `own`"
+        expect(abs(got - right) < 1e-6, hint)
 
 
 check_recap = recap(
-    (7, "one result for each rank"),
+    (7, "one result per rank"),
     (6, "ranks are numbered from 0"),
     (3, "processes do not share variables"),
     (6, "every rank's x is added up: 0 + 1 + 2 + 3"),

@@ -21,7 +21,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Part:
-    """Attention of every query over all keys, and its lse; of no key: 0 and -inf."""
+    """Attention of every query over all keys, and its lse; without a key they are 0 and -inf."""
     if not len(k):
         return torch.zeros_like(q), q.new_full((len(q),), -math.inf)
     score = q @ k.T / math.sqrt(q.shape[1])
@@ -35,7 +35,7 @@ def join(first: Part, second: Part) -> Part:
 
 
 def fold(parts: Iterable[Part]) -> Part:
-    """All parts merged, in their order."""
+    """All partial outputs merged, in their order."""
     return reduce(join, parts)
 
 
@@ -59,7 +59,7 @@ def check_lse(answer: Any) -> None:
     hints = {
         "one": (3.0, "log of e to the power of the only score"),
         "eight": (math.log(8), "eight terms, each e^0 = 1"),
-        "two": (1000.0, "beside e^1000, e^0 is nothing"),
+        "two": (1000.0, "compared with e^1000, e^0 is negligible"),
         "none": (-math.inf, "the log of an empty sum"),
     }
     for name, (value, hint) in hints.items():
@@ -68,7 +68,7 @@ def check_lse(answer: Any) -> None:
 
 @exercise
 def check_merge(answer: Any) -> None:
-    """Two partial results against float64: usual, huge, empty."""
+    """Two partial outputs against float64: usual, huge, empty."""
     cases = (
         ("two sets of 4 and 9 keys", [4, 9], 1.0),
         ("huge scores", [5, 3], 1e3),
@@ -82,9 +82,12 @@ def check_merge(answer: Any) -> None:
         right, right_lse = _exact(q, blocks)
         expect(
             out.shape == right.shape and lse.shape == right_lse.shape,
-            f"{what}: [T, D] and [T], please",
+            f"{what}: return an output [T, D] and an lse [T]",
         )
-        expect(not torch.isnan(out).any() and not torch.isnan(lse).any(), f"{what}: there is a nan")
+        expect(
+            not torch.isnan(out).any() and not torch.isnan(lse).any(),
+            f"{what}: the result contains nan",
+        )
         expect(
             torch.allclose(lse.double(), right_lse, rtol=1e-5, atol=1e-5),
             f"{what}: the lse is wrong",
@@ -110,14 +113,17 @@ def check_stream(answer: Any) -> None:
     for sizes in ([4, 4], [1, 0, 7, 2], [0, 3, 0], [9]):
         q, blocks = _draw(sizes)
         out = answer(q, _overwritten(blocks))
-        expect(isinstance(out, Tensor), "the output alone is asked for, one tensor")
-        expect(not torch.isnan(out).any(), f"blocks of {sizes} keys: a nan; were old blocks kept?")
+        expect(isinstance(out, Tensor), "return the output only, one tensor")
+        expect(
+            not torch.isnan(out).any(),
+            f"blocks of {sizes} keys: the output contains nan; were old blocks kept?",
+        )
         far = float((out - _exact(q, blocks)[0]).abs().max())
         expect(far < 1e-4, f"blocks of {sizes} keys: the output is off by up to {far:.2g}")
 
 
 check_recap = recap(
-    ("no", "the sums over keys can be added in any order"),
+    ("no", "the sums over the keys of each piece can be added in any order"),
     (-math.inf, "the log of an empty sum"),
     (0.5, "both weights are equal, and add up to 1"),
     (4.0, "equal numbers of keys with equal scores have equal lse"),

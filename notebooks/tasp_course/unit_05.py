@@ -17,43 +17,45 @@ NVLINK_GBPS = 25.0
 TOPOLOGIES = Path(__file__).parents[2] / "tests" / "topo"
 
 
-def ends(word: str) -> tuple[int, int]:
-    """Sender and receiver of a hop.
+def ends(line: str) -> tuple[int, int]:
+    """Sender and receiver of a hop in text form.
 
     >>> ends("t3 2>5 kv1.4")
     (2, 5)
     """
-    hop = Hops.parse([word])
+    hop = Hops.parse([line])
     return int(hop.src[0]), int(hop.dst[0])
 
 
 @exercise
 def check_machines(answer: Any) -> None:
-    """Three machines, by the ways between their ranks."""
+    """Three machines, by the routes between their ranks."""
     pairs: dict[str, dict[tuple[int, int], tuple[tuple[str, ...], int]]] = {
         "mesh": {(0, 3): (("link 0>3",), 50), (2, 1): (("link 2>1",), 50)},
         "switch": {(0, 7): (("port_out 0", "port_in 7"), 450)},
         "cluster": {(4, 6): (("link 4>6",), 64), (1, 6): (("nic_out 1", "nic_in 6"), 25)},
     }
     sizes = {"mesh": (4, 1), "switch": (8, 1), "cluster": (4, 2)}
-    for name, ways in pairs.items():
+    for name, routes in pairs.items():
         made = answer[name]
-        expect(isinstance(made, Machine), f"{name}: a tasp.Machine, please")
-        found = (made.node_size, made.num_nodes)
+        expect(isinstance(made, Machine), f"{name}: a tasp.Machine is asked for")
+        size = (made.node_size, made.num_nodes)
         expect(
-            found == sizes[name],
-            f"{name}: {found[1]} node(s) of {found[0]} ranks are not asked for",
+            size == sizes[name],
+            f"{name}: this machine has {size[1]} node(s) of {size[0]} ranks, which is not asked for",
         )
-        for (src, dst), (way, gbps) in ways.items():
+        for (src, dst), (route, gbps) in routes.items():
             used = made.resources(src, dst)
-            expect(used == way, f"{name}: a message {src}>{dst} uses {used}, it should use {way}")
+            expect(
+                used == route, f"{name}: a message {src}>{dst} uses {used}, it should use {route}"
+            )
             rate = made.route_gbps(src, dst)
-            expect(rate == gbps, f"{name}: a message {src}>{dst} goes at {rate} GB/s, not {gbps}")
+            expect(rate == gbps, f"{name}: a message {src}>{dst} has {rate} GB/s, not {gbps}")
 
 
 @exercise
 def check_load(answer: Any) -> None:
-    """Shares each resource carries, on a mesh, a switch and two nodes."""
+    """Shares that each resource carries, on a mesh, a switch and two nodes."""
     for name, schedule in (
         ("mesh5", "tasp"),
         ("h100", "ring"),
@@ -61,17 +63,17 @@ def check_load(answer: Any) -> None:
         ("h100x2", "ring"),
     ):
         where = tasp.machine(name)
-        words = tasp.plan([64], where.ranks, schedule=schedule, machine=where).hops().lines()
-        right = Counter(r for word in words for r in where.resources(*ends(word)))
-        given, what = answer(words, where), f"{schedule} on {name}"
-        expect(isinstance(given, dict), f"{what}: a dict, please, not {given!r:.60}")
+        lines = tasp.plan([64], where.ranks, schedule=schedule, machine=where).hops().lines()
+        right = Counter(r for line in lines for r in where.resources(*ends(line)))
+        load, what = answer(lines, where), f"{schedule} on {name}"
+        expect(isinstance(load, dict), f"{what}: return a dict, not {load!r:.60}")
         for resource in sorted(right):
-            found = given.get(resource, 0)
+            got = load.get(resource, 0)
             expect(
-                found == right[resource],
-                f"{what}: {resource} carries {right[resource]}, not {found}",
+                got == right[resource],
+                f"{what}: {resource} carries {right[resource]} shares, not {got}",
             )
-        extra = sorted(set(given) - set(right))
+        extra = sorted(set(load) - set(right))
         expect(not extra, f"{what}: {extra and extra[0]} carries nothing; leave it out")
 
 
@@ -81,27 +83,26 @@ def check_nvlinks(answer: Any) -> None:
     for name, gpus in (("v100_cube", 8), ("a100_nv4", 4), ("h100_nvswitch", 8)):
         text = (TOPOLOGIES / f"{name}.txt").read_text()
         node = parse_topology(text)
-        given = [list(row) for row in answer(text)]
-        size = [len(row) for row in given]
-        expect(size == [gpus] * gpus, f"{name}: {gpus} rows of {gpus} numbers, please")
+        got = [list(row) for row in answer(text)]
+        size = [len(row) for row in got]
+        expect(size == [gpus] * gpus, f"{name}: return {gpus} lists of {gpus} numbers")
         for a in range(gpus):
             for b in range(gpus):
                 right = 0 if a == b else _nvlinks(node, a, b)
-                hint = f"{name}: between GPU{a} and GPU{b} there are {right} NVLinks, not {given[a][b]!r}"
-                expect(given[a][b] == right, hint)
+                hint = f"{name}: between GPU{a} and GPU{b} there are {right} NVLinks, not {got[a][b]!r}"
+                expect(got[a][b] == right, hint)
 
 
 def _nvlinks(node: Machine, a: int, b: int) -> int:
-    way = node.resources(a, b)
-    if way[0].startswith("host"):
+    if node.resources(a, b)[0].startswith("host"):
         return 0
     return round(node.route_gbps(a, b) / NVLINK_GBPS)
 
 
 check_recap = recap(
     (56, "each of the ranks has a link to every other one"),
-    (8, "each rank sends to one"),
-    (150, "from each of the three others"),
+    (8, "each rank sends to one other rank"),
+    (150, "50 GB/s from each of the three others"),
     ("nic", "rank 9 is in the second node"),
-    ("switch", "there, one peer can have the whole port"),
+    ("switch", "on a switch, a transfer to one peer can use the full bandwidth of the port"),
 )

@@ -33,10 +33,10 @@ def arcs(ring: Ring) -> frozenset[tuple[int, int]]:
 def _verify(what: str, rings: Any, n: int, fold: int) -> None:
     """Raise WrongError unless the rings use every arc `fold` times."""
     number = fold * (n - 1)
-    expect(len(rings) == number, f"{what}: {number} rings, please, not {len(rings)}")
+    expect(len(rings) == number, f"{what}: {number} rings are asked for, not {len(rings)}")
     for ring in rings:
         expect(hasattr(ring, "__len__"), f"{what}: a ring is a list of {n} ranks, not {ring!r}")
-        expect(len(ring) == n, f"{what}: {list(ring)} does not have {n} ranks")
+        expect(len(ring) == n, f"{what}: {list(ring)} does not have {n} entries")
     try:
         Rings(np.array([list(r) for r in rings]), fold).verify()
     except TopologyError as error:
@@ -50,7 +50,7 @@ def check_by_hand(answer: Any) -> None:
     adding_1 = arcs(tuple(range(5)))
     expect(
         any(arcs(tuple(ring)) == adding_1 for ring in answer),
-        "these are right, but none of them goes 0 1 2 3 4; find another solution that has it",
+        "these rings are right, but none of them is 0 1 2 3 4; find another solution that contains it",
     )
 
 
@@ -61,11 +61,15 @@ def check_disjoint(answer: Any) -> None:
         try:
             rings = answer(n)
         except UnfinishedError:
-            expect(n == 3, f"n = {n}: None comes back; where there are no such rings, return `[]`")
+            expect(
+                n == 3,
+                f"n = {n}: your function returned None; where there are no such rings, return `[]`",
+            )
             raise
         if n in (4, 6):
             expect(
-                list(rings) == [], f"n = {n}: {len(rings)} rings cannot be; there is no solution"
+                list(rings) == [],
+                f"n = {n}: {len(rings)} rings are returned, but there is no solution",
             )
         else:
             _verify(f"n = {n}", rings, n, 1)
@@ -80,27 +84,27 @@ def check_folded(answer: Any) -> None:
 
 @exercise
 def check_travel(answer: Any) -> None:
-    """Schedules of rings: proved, two travelling KV, every link equally loaded in every step."""
+    """Schedules of rings: proved, at most 2 KV of other ranks held, links loaded equally."""
     for n in (5, 6, 8):
         rings = tasp.decompose(n)
-        words, what = list(answer(rings.cycles)), f"{len(rings)} rings of {n} ranks"
-        odd = [word for word in words if not isinstance(word, str)]
-        expect(not odd, f"{what}: {odd[:1]} is no word; one looks like 't3 2>5 kv1.4'")
+        lines, what = list(answer(rings.cycles)), f"{len(rings)} rings of {n} ranks"
+        odd = [line for line in lines if not isinstance(line, str)]
+        expect(not odd, f"{what}: {odd[:1]} is not a hop in text form, such as 't3 2>5 kv1.4'")
         try:
-            prove(words, n, num_shares=len(rings), link=rings.fold, kv=2)
+            prove(lines, n, num_shares=len(rings), link=rings.fold, kv=2)
         except PlanError as error:
             expect(False, f"{what}: {str(error).splitlines()[0]}")
-        load = loads(words, n)[:, ~np.eye(n, dtype=bool)]
+        load = loads(lines, n)[:, ~np.eye(n, dtype=bool)]
         expect(
             load.min() == load.max(),
-            f"{what}: links carry {load.min()} to {load.max()} shares a step",
+            f"{what}: links carry {load.min()} to {load.max()} shares per step, not all the same",
         )
 
 
 check_recap = recap(
-    (42, "each rank has one to every other"),
+    (42, "each rank has one arc to every other rank"),
     (6, "each ring uses one of a rank's outgoing arcs"),
-    (lambda given: sorted(given) == [4, 6], "those for which your search found nothing"),
-    (10, "one share a ring"),
-    (7, "as many links at once instead of one"),
+    (lambda numbers: sorted(numbers) == [4, 6], "those for which your search found no rings"),
+    (10, "one share per ring, and there are 2 * (n - 1) rings"),
+    (7, "each rank sends over 7 links at once instead of one"),
 )

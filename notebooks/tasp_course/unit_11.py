@@ -30,20 +30,20 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "visualize" / "recorded"
 SIZES = (64, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 FIT, NEAR = 0.1, 1e-6
-NOISE, TIMES = 0.2, 9  # of samples to fit: how far off, and how many of each size
+NOISE, TIMES = 0.2, 9  # of the samples to fit: their largest relative error, and how many per size
 
 Run = Callable[[], None]
 Clock = Callable[[], float]
 
 
 class Fake:
-    """Something to measure whose costs are known: slow at first, once disturbed; and its clock."""
+    """A workload with known costs and its own clock: the first call is slow, one call is disturbed."""
 
     def __init__(self, usual: float = 1.0) -> None:
         self.now, self.costs, self.usual = 0.0, list[float](), usual
 
     def clock(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return self.now
 
     def run(self) -> None:
@@ -56,7 +56,7 @@ class Fake:
 
 @exercise
 def check_bench(answer: Callable[[Run, Clock, int], float]) -> None:
-    """Seconds of a call: warmed up, timed one by one, the median."""
+    """Seconds of a call: the median of calls that are timed one by one, after a warm-up."""
     for repeats, usual in ((5, 1.0), (9, 1e-3)):
         fake = Fake(usual)
         got = answer(fake.run, fake.clock, repeats)
@@ -64,24 +64,24 @@ def check_bench(answer: Callable[[Run, Clock, int], float]) -> None:
         expect(
             calls >= repeats, f"{repeats} timed calls are asked for, run was called {calls} times"
         )
-        hint = "the first call, 40 times as long, must not count"
-        expect(calls > repeats, f"of {repeats} timed calls, {hint}: warm up")
+        hint = "the first call takes 40 times as long and must not count"
+        expect(calls > repeats, f"{hint}: call run once before the {repeats} timed calls")
         right = median(fake.costs[-repeats:])
         expect(
             abs(got - right) < NEAR * usual,
-            f"the costs are {[round(c / usual, 2) for c in fake.costs]}, the first to warm up; "
+            f"the costs are {[round(c / usual, 2) for c in fake.costs]}, the first is the warm-up; "
             f"got {got / usual:.4g}, the median of the others is {right / usual:.4g}",
         )
 
 
 @exercise
 def check_slowest(answer: Callable[[list[list[float]]], float]) -> None:
-    """Seconds of a pass from every rank's samples."""
+    """Seconds of a pass, from the samples of all ranks."""
     for by_rank in ([[1.0, 4.0, 1.2], [3.0, 1.0, 1.1], [2.0, 2.0, 9.0]], [[1.0, 5.0, 2.0]] * 2):
         right = median(max(passes) for passes in zip(*by_rank, strict=True))
         got = answer(by_rank)
         expect(np.ndim(got) == 0, f"one number is asked for, got {got}")
-        hint = "a pass is over when its slowest rank is; then the median over passes"
+        hint = "a pass is over when its slowest rank is done; return the median over passes"
         expect(abs(got - right) < NEAR, f"{by_rank}: got {got}; {hint}")
 
 
@@ -94,12 +94,10 @@ def check_fit(answer: Callable[[Sequence[int], Sequence[float]], tuple[float, fl
         samples = [
             (latency_s + n / gbps / 1e9) * x for n, x in zip(sizes, noise.tolist(), strict=True)
         ]
-        found = answer(sizes, samples)
-        expect(len(found) == 2, "return latency_s and gbps")
-        for name, got, right in zip(("latency_s", "gbps"), found, (latency_s, gbps), strict=True):
-            hint = (
-                f"samples are off by up to {NOISE:.0%} each: use all, and let none outweigh others"
-            )
+        fit = answer(sizes, samples)
+        expect(len(fit) == 2, "return latency_s and gbps")
+        for name, got, right in zip(("latency_s", "gbps"), fit, (latency_s, gbps), strict=True):
+            hint = f"samples have errors of up to {NOISE:.0%}: use all, with equal relative weight"
             expect(abs(got / right - 1) < FIT, f"{name} is {right:.3g}, got {got:.3g}; {hint}")
 
 
@@ -115,15 +113,15 @@ def fitted(nbytes: Sequence[int], samples: Sequence[float]) -> tuple[float, floa
 
 def _transfers(rank: int, group: Any, repeats: int) -> list[float]:
     bench = Bench(group, torch.device("cpu"))
-    found = []
+    medians = []
     for nbytes in SIZES:
         send = partial(bench.send, [(0, 1)], nbytes)
-        found.append(median([bench.timed(send) for _ in range(repeats + 2)][2:]))
-    return found
+        medians.append(median([bench.timed(send) for _ in range(repeats + 2)][2:]))
+    return medians
 
 
 def transfers(repeats: int = 7) -> list[float]:
-    """Seconds in which each of SIZES bytes goes from one real rank to another on this machine."""
+    """Seconds in which each of SIZES bytes is sent from one real rank to another on this machine."""
     return tasp.launch(_transfers, 2, repeats)[0]
 
 
@@ -134,27 +132,32 @@ def picture(samples: Sequence[float]) -> Figure:
     curves = [
         Curve("a message", "measured", "#0072B2", tuple(zip(SIZES, samples, strict=True))),
         Curve(
-            "latency + bytes / rate",
+            "fitted time",
             "modelled",
             "#D55E00",
             tuple(zip(SIZES, model, strict=True)),
         ),
     ]
-    title = f"A message between two ranks here: {shown(latency_s)} + bytes / ({gbps:.3g} GB/s)"
+    title = f"Fitted to two ranks of this machine: {shown(latency_s)} + bytes / ({gbps:.3g} GB/s)"
     desc = ", ".join(f"{n} bytes {shown(s)}" for n, s in zip(SIZES, samples, strict=True))
     drawing = plot(curves, "bytes", "time", shown)
-    return Figure(title, ("Medians of several runs, both ends have met first.",), desc, drawing)
+    return Figure(
+        title,
+        ("Medians of several runs; before each, the two ranks wait for each other.",),
+        desc,
+        drawing,
+    )
 
 
 def _calls(rank: int, group: Any, calls: int) -> list[float]:
     plan = tasp.plan([256], 2, schedule="ring")
     q, k, v, _ = (tasp.shard(x, plan, rank) for x in Inputs.random(256, 4, 4, 32).tensors())
-    found = []
+    seconds = []
     for _ in range(calls):
         start = time.perf_counter()
         tasp.attention(q, k, v, plan, group)
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def first_calls(calls: int = 7) -> list[list[float]]:
@@ -163,69 +166,76 @@ def first_calls(calls: int = 7) -> list[list[float]]:
 
 
 def dry_run(settings: dict[str, str], job: str = "bench_h100_multinode") -> tuple[int, str]:
-    """Exit code and words of a job's dry run: settings as for site.sh, "arguments" for the program."""
-    given = {k: v for k, v in settings.items() if k != "arguments"}
+    """Exit code and output of a job's dry run: settings as for site.sh, "arguments" for the program."""
+    variables = {k: v for k, v in settings.items() if k != "arguments"}
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "TASP"))}
-    words = [
+    command = [
         "bash",
         f"slurm/{job}.sbatch",
         "--dry-run",
         *shlex.split(settings.get("arguments", "")),
     ]
     done = subprocess.run(
-        words, cwd=ROOT, env=env | given, capture_output=True, text=True, timeout=30, check=False
+        command,
+        cwd=ROOT,
+        env=env | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
 
 @exercise
 def check_job(answer: dict[str, str]) -> None:
-    """Settings with which the dry run starts 16 ranks on 2 nodes for the wanted rows."""
+    """Settings with which the dry run starts 16 ranks on 2 nodes for the methods and lengths asked for."""
     odd = next((f"{k!r}: {v!r}" for k, v in answer.items() if not isinstance(v, str)), "")
-    expect(not odd, f"settings are strings, as a shell has them; not so {odd}")
+    expect(not odd, f"settings are strings, as in a shell; this one is not: {odd}")
     gpus = answer["SBATCH_GPUS_PER_NODE"]
     expect(
         gpus.casefold() in ("8", "h100:8"),
-        f"a node has 8 H100: 8, or h100:8 (see site.sh), not {gpus!r}",
+        f"a node has 8 H100: write 8, or h100:8 (see site.sh), not {gpus!r}",
     )
-    code, said = dry_run(answer)
-    expect(code == 0, f"exit code {code}: {said.strip().splitlines()[-1]}")
-    last = shlex.split(said.strip().splitlines()[-1].replace("=", " "))
+    code, output = dry_run(answer)
+    expect(code == 0, f"exit code {code}: {output.strip().splitlines()[-1]}")
+    last = shlex.split(output.strip().splitlines()[-1].replace("=", " "))
     options = dict(pairwise(last))
-    expect(options.get("--nproc-per-node") == "8", "8 ranks a node: what does a node have?")
+    expect(
+        options.get("--nproc-per-node") == "8",
+        "8 ranks per node are asked for: how many GPUs does a node have?",
+    )
     expect(answer["SBATCH_PARTITION"] == "gpu", "the partition is gpu")
-    expect(answer["TASP_DEVICE"] == "cuda", "H100 GPUs are which device to torch?")
-    expect(answer["TASP_INTERFACE"] == "ib0", "the nodes talk over ib0")
-    # what is said last wins
+    expect(answer["TASP_DEVICE"] == "cuda", "how does torch name the device type of an H100?")
+    expect(answer["TASP_INTERFACE"] == "ib0", "the network interface of the nodes is ib0")
+    # the last value of an option counts
     for name, right in (("--methods", "ring,tasp"), ("--lengths", "131072")):
         got = options.get(name, "nothing")
-        expect(got == right, f"{name} {right} is asked for, the program gets {got}")
+        expect(got == right, f"{name} {right} is asked for, the program receives {got}")
 
 
 @exercise
 def check_ratio(answer: Callable[[dict[str, Any]], Any]) -> None:
-    """The overhead of a result file, or "wrong" where its results were."""
+    """The overhead in a result file, or "wrong" where its results were wrong."""
     data = json.loads((RESULTS / "overhead.json").read_text())
     other = {
         **data,
         "plain_cpu_s": [2.0, 50.0, 2.2],
         "rank_cpu_s": [[1.0, 1.1, 7.0], [1.5, 1.5, 1.4]],
     }
-    for given, right in ((data, data["ratio"]), (other, 2.6 / 2.2)):
-        got = answer({k: v for k, v in given.items() if k not in ("ratio", "least_ratio")})
-        hint = "the median of each rank, added up, over the median of the plain kernel"
-        expect(not isinstance(got, str), "results that are right have a ratio")
+    for content, right in ((data, data["ratio"]), (other, 2.6 / 2.2)):
+        got = answer({k: v for k, v in content.items() if k not in ("ratio", "least_ratio")})
+        hint = "the median of each rank, added up, over the median of the single process"
+        expect(not isinstance(got, str), "the results in this file are right: return a ratio")
         expect(abs(got - right) < 1e-9, f"{right:.4f} is right, got {got:.4f}: {hint}")
     got = answer({**other, "right": False})
-    expect(
-        got == "wrong", f'where data["right"] is false nothing is reported but "wrong"; got {got}'
-    )
+    expect(got == "wrong", f'where data["right"] is false, return the string "wrong"; got {got}')
 
 
 check_recap = recap(
-    (1.0, "the first call warms up; the median of the others"),
-    ("modelled", "nothing was run"),
-    (16, "nodes times devices of a node"),
-    ("latency", "1 us of bytes"),
-    (2, "0 is fine, 1 a wrong result, which is wrong usage?"),
+    (1.0, "the first call is the warm-up; report the median of the others"),
+    ("modelled", "simulate runs no attention"),
+    (16, "nodes times GPUs per node"),
+    ("latency", "the bytes take 1 us, the latency is 10 us"),
+    (2, "0 means success, 1 a wrong result; which one means wrong usage?"),
 )

@@ -18,7 +18,7 @@ from .verdict import Verdict, exercise, expect, recap
 
 __all__ = ["RECORD", "rehearse"]
 
-ROW = (30000, 8000, 4000, 12000, 11536)
+LENGTHS = (30000, 8000, 4000, 12000, 11536)  # of the documents of the packed sequence
 HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 SCHEDULES = ("ring", "tasp", "wave", "all_gather", "sap")
 LAYOUTS = ("zigzag", "per_document", "balanced")
@@ -30,7 +30,7 @@ Messages = list[tuple[int, int, int]]
 
 
 def texts() -> dict[str, str]:
-    """Shipped outputs of topology tools, by name: for those who have no such node at hand."""
+    """Shipped outputs of topology tools, by name: for learners without such a node."""
     return {path.stem: path.read_text() for path in sorted(TOPOLOGIES.glob("*.txt"))}
 
 
@@ -58,8 +58,8 @@ def usable() -> tuple[str, ...]:
     return tuple(name for name, text in texts().items() if not _unfit(parse_topology(text)))
 
 
-def given(mine: dict[str, Any]) -> dict[str, Any]:
-    """The learner's machine, or a shipped one where there is none yet, or none that will do."""
+def mine_or_example(mine: dict[str, Any]) -> dict[str, Any]:
+    """The learner's machine, or a shipped one where there is none yet, or one that fails the check."""
     fits = check_machine(mine).state == "right"
     return mine if fits else {"text": texts()["v100_cube"], "tflops": 90}
 
@@ -69,11 +69,12 @@ def check_machine(answer: dict[str, Any]) -> None:
     """A topology text that can be read, planned for and emulated, and a kernel rate in TFLOP/s."""
     for key in ("text", "tflops"):
         expect(key in answer, f"{key!r} is missing")
-    hint = f"texts that work: {', '.join(usable())}"
+    hint = f"shipped texts that can be used: {', '.join(usable())}"
     text = answer["text"]
-    known = f'; of a shipped one it is unit.texts()["{text}"]' if text in texts() else ""
+    known = f'; for a shipped text, write unit.texts()["{text}"]' if text in texts() else ""
     expect(
-        isinstance(text, str) and "\n" in text, f"text is what the tool prints, many lines{known}"
+        isinstance(text, str) and "\n" in text,
+        f"text is the output of the tool, several lines{known}",
     )
     try:
         unfit = _unfit(machine_of(answer))
@@ -83,37 +84,39 @@ def check_machine(answer: dict[str, Any]) -> None:
     tflops = float(answer["tflops"])
     expect(
         SLOW_TFLOPS <= tflops <= FAST_TFLOPS,
-        f"{tflops:g} TFLOP/s is no rate of an accelerator: 1 TFLOP/s is 1e12 flops a second",
+        f"{tflops:g} TFLOP/s is not the rate of an accelerator: 1 TFLOP/s is 1e12 flops per second",
     )
 
 
 @lru_cache
 def best(machine: Machine) -> float:
-    """The least modelled seconds of the row, forward, over SCHEDULES and LAYOUTS."""
-    found = []
+    """The least modelled seconds of a forward pass, over SCHEDULES and LAYOUTS."""
+    seconds = []
     for schedule, layout in product(SCHEDULES, LAYOUTS):
         try:
-            plan = tasp.plan(ROW, machine.ranks, schedule=schedule, layout=layout, machine=machine)
-        except PlanError:  # this machine cannot have that schedule
+            plan = tasp.plan(
+                LENGTHS, machine.ranks, schedule=schedule, layout=layout, machine=machine
+            )
+        except PlanError:  # this schedule does not support the machine
             continue
-        found.append(tasp.simulate(plan, **HEADS).total_s)
-    return min(found)
+        seconds.append(tasp.simulate(plan, **HEADS).total_s)
+    return min(seconds)
 
 
 def _expect_mine(plan: Plan) -> None:
-    """Reference whether a plan is one of the row, on the learner's machine."""
-    expect(isinstance(plan, Plan), "a plan is asked for: tasp.plan(ROW, ...)")
-    right = plan.docs == Documents.of(ROW)
-    expect(right, f"the plan must be of the documents {ROW}, causal")
+    """Fail unless a plan is one for LENGTHS, on the learner's machine."""
+    expect(isinstance(plan, Plan), "a plan is asked for: tasp.plan(LENGTHS, ...)")
+    right = plan.docs == Documents.of(LENGTHS)
+    expect(right, f"the plan must be for causal documents of the lengths {LENGTHS}")
     here = plan.machine.name.startswith(MINE) and plan.machine.tflops > 0
-    expect(here, f"this plan is on {plan.machine.name}; plan it on your machine: machine=machine")
+    expect(here, f"this plan is for {plan.machine.name}; plan for your machine: machine=machine")
 
 
 @exercise
 def check_plan(answer: Plan) -> None:
-    """A proved plan of the row that is about as quick as the best of the library's."""
+    """A proved plan for LENGTHS that is about as fast as the best of the library's."""
     _expect_mine(answer)
-    expect(answer.intra == 1, "without Ulysses, please: intra=1")
+    expect(answer.intra == 1, "plan without Ulysses: intra=1")
     try:
         tasp.check(answer)
     except PlanError as error:
@@ -121,13 +124,13 @@ def check_plan(answer: Plan) -> None:
     seconds, least = tasp.simulate(answer, **HEADS).total_s, best(answer.machine)
     expect(
         seconds <= GOOD * least,
-        f"modelled {seconds * 1e3:.2f} ms; {least * 1e3:.2f} ms are possible here, at most {GOOD} times "
-        "that is asked for: is the work even, and does each link carry its part?",
+        f"modelled {seconds * 1e3:.2f} ms; {least * 1e3:.2f} ms are possible here, and at most {GOOD} "
+        "times as much is allowed: is the work even, and do all links carry about the same?",
     )
 
 
 def steps_of(plan: Plan) -> list[Messages]:
-    """The (src, dst, bytes) of each step's messages, tensors as in a rehearsal."""
+    """The (src, dst, bytes) of each step's messages, with heads and dtype of a rehearsal."""
     hops = plan.hops()
     columns = (hops.step, hops.src, hops.dst, plan.tokens_moved(hops))
     steps: list[Messages] = [[] for _ in range(plan.schedule.num_steps())]
@@ -139,13 +142,13 @@ def steps_of(plan: Plan) -> list[Messages]:
 
 @exercise
 def check_prediction(answer: Callable[[Machine, list[Messages]], float]) -> None:
-    """Seconds of communication, held against recorded runs on emulated machines."""
+    """Seconds of communication, compared with recorded runs on emulated machines."""
     for case in recorded():
-        got, found = answer(case.machine, steps_of(case.plan)), case.median_s
+        got, measured_s = answer(case.machine, steps_of(case.plan)), case.median_s
         expect(
-            abs(got / found - 1) <= NEAR,
-            f"{case.name}: emulated {found:.3f} s (recorded), predicted {got:.3f} s; "
-            "add up the steps, each as long as its busiest resource",
+            abs(got / measured_s - 1) <= NEAR,
+            f"{case.name}: emulated {measured_s:.3f} s (recorded), predicted {got:.3f} s; "
+            "add up the steps, each of which lasts as long as its busiest resource is busy",
         )
 
 
@@ -157,20 +160,20 @@ def busiest(plan: Plan) -> dict[str, float]:
 
 @exercise
 def check_defence(answer: dict[str, Any]) -> None:
-    """What a plan's figures say: the busiest resource, its distance to the bound, hidden or not."""
+    """A plan's busiest resource, its ratio to the cut bound, and whether communication is hidden."""
     plan = answer["plan"]
     _expect_mine(plan)
     times, busy = tasp.simulate(plan, **HEADS), busiest(plan)
     name = str(answer["busiest"])
     expect(
         name in busy,
-        f"no resource {name!r} carries anything; there are {', '.join(list(busy)[:3])}...",
+        f"there is no resource {name!r} in use; those in use are {', '.join(list(busy)[:3])}...",
     )
     most = max(busy.values())
-    hint = "bytes / capacity, not bytes"
+    hint = "compare bytes / capacity, not bytes"
     expect(
         busy[name] >= most * (1 - 1e-9),
-        f"{name} is busy for {busy[name] * 1e3:.3f} ms, another one for {most * 1e3:.3f} ms: {hint}",
+        f"{name} is busy for {busy[name] * 1e3:.3f} ms, another resource for {most * 1e3:.3f} ms: {hint}",
     )
     right = times.comm_s / (times.bound_s or 1)
     got = float(answer["bounds"])
@@ -178,24 +181,24 @@ def check_defence(answer: dict[str, Any]) -> None:
         abs(got / right - 1) < 0.02, f"communication takes {right:.2f} cut bounds, got {got:.2f}"
     )
     hidden = "yes" if times.total_s <= HIDDEN * times.compute_s else "no"
-    said = str(answer["hidden"]).strip().casefold()
+    got_hidden = str(answer["hidden"]).strip().casefold()
     hint = f"total {times.total_s * 1e3:.2f} ms, computing alone {times.compute_s * 1e3:.2f} ms"
-    expect(said == hidden, f'hidden: "{said}"? {hint}')
+    expect(got_hidden == hidden, f'hidden is not "{got_hidden}": {hint}')
 
 
-def held(found: Rehearsal) -> Verdict:
-    """Whether a rehearsal is within the asked-for 15 % of the model."""
-    off = abs(found.modelled_s / found.median_s - 1)
+def compared(rehearsal: Rehearsal) -> Verdict:
+    """Whether the model of a rehearsal is within 15 % (`NEAR`) of its measured time."""
+    off = abs(rehearsal.modelled_s / rehearsal.median_s - 1)
     if off <= NEAR:
-        return Verdict("right", f"{found.how}: {off:.1%} off")
-    hint = "is the machine busy with something else, or the model too simple?"
-    return Verdict("wrong", f"{found.how}: {off:.1%} off; {hint}")
+        return Verdict("right", f"{rehearsal.how}: {off:.1%} off")
+    hint = "is this computer busy with something else, or is the model too simple?"
+    return Verdict("wrong", f"{rehearsal.how}: {off:.1%} off; {hint}")
 
 
 check_recap = recap(
-    ("no", "the text says which links there are; rates are nominal, or measured by calibrate"),
-    ("check", "which function proves a plan, before any tensor is there?"),
+    ("no", "the text says which links there are; bandwidths are nominal, or measured by calibrate"),
+    ("check", "which function proves a plan, and needs no tensor?"),
     ("bytes", "latencies and kernels are not slowed down"),
-    ("recorded", "what does a figure say of another time and another machine?"),
+    ("recorded", "it was measured at another time, on another machine"),
     (1.25, "5 ms over 4 ms"),
 )

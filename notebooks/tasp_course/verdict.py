@@ -1,15 +1,16 @@
 """Verdicts: what a check says about a learner's answer. A check never raises.
 
     @exercise
-    def check_next(answer):             # a judge: it returns where the answer is right
+    def check_next(answer):             # returns if the answer is right, else raises
         expect(answer(2, 4) == 3, "rank 2 of 4 sends to rank 3")
 
     check_next(lambda rank, n: ...)     # still to do
     check_next(lambda rank, n: rank)    # not yet: rank 2 of 4 sends to rank 3
     check_recap = recap((20, "count ordered pairs"), ("ring", "which one leaves links unused?"))
 
-A stub is `...`, None, or a function, list, tuple or dict that gives or holds one of them. Judges see
-functions that stop the check as "still to do" when they return a stub, on forked ranks, too.
+A stub is `...`, None, a list, tuple or dict that contains one of them, or a function that returns one of
+these. A check wraps the learner's function: if it returns a stub, the check stops with "still to do", on
+forked ranks, too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from typing import Any, Literal
 from tasp_core import RankError
 
 COLOURS = {"to do": "#777777", "wrong": "#D55E00", "right": "#009E73"}
-NEAR = 0.02  # how far off a recap's answer may be where the key is a float
+NEAR = 0.02  # allowed relative error of a recap's answer where the key is a float
 
 
 class WrongError(Exception):
-    """Said by `expect`: the answer is wrong, and how to find out why."""
+    """Raised by `expect`: the answer is wrong; the text is a hint."""
 
 
 class UnfinishedError(Exception):
@@ -39,7 +40,7 @@ class UnfinishedError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found.
+    """The result of a check.
 
     >>> Verdict("wrong", "rank 3 has no receiver"), Verdict("right")
     (not yet: rank 3 has no receiver, right)
@@ -49,8 +50,8 @@ class Verdict:
     hint: str = ""
 
     def __repr__(self) -> str:
-        words = {"to do": "still to do", "wrong": "not yet", "right": "right"}[self.state]
-        return f"{words}: {self.hint}" if self.hint else words
+        text = {"to do": "still to do", "wrong": "not yet", "right": "right"}[self.state]
+        return f"{text}: {self.hint}" if self.hint else text
 
     def _repr_html_(self) -> str:
         look = f"border-left: 6px solid {COLOURS[self.state]}; padding: 4px 10px; margin: 2px"
@@ -60,17 +61,17 @@ class Verdict:
 
 
 def expect(ok: Any, hint: str) -> None:
-    """Go on where `ok` holds.
+    """Return if `ok` is true.
 
     Raises:
-        WrongError: with the hint, where it does not.
+        WrongError: with the hint, if it is not.
     """
     if not ok:
         raise WrongError(hint)
 
 
 def is_stub(answer: Any) -> bool:
-    """Whether an answer is, or holds, a stub.
+    """Whether an answer is, or contains, a stub.
 
     >>> is_stub([1, ...]), is_stub({"a": None}), is_stub([0, False])
     (True, True, False)
@@ -82,25 +83,25 @@ def is_stub(answer: Any) -> bool:
     return answer is None or answer is ...
 
 
-def _lacking(found: Any) -> str:
-    """What to say of an unfinished result: nothing where there is a `...` to be replaced."""
-    if found is None:
+def _missing(result: Any) -> str:
+    """The hint for a function's unfinished result, "" where it contains a `...` to be replaced."""
+    if result is None:
         return "your function returns nothing yet"
-    parts = found.values() if isinstance(found, dict) else [found] if found is ... else found
+    parts = result.values() if isinstance(result, dict) else [result] if result is ... else result
     return "" if any(x is ... for x in parts) else "a part of what your function returns is None"
 
 
 def _guarded(answer: Any) -> Any:
-    """A function that raises where the learner's returns a stub; other answers as they are."""
+    """A function that raises where the learner's function returns a stub; other answers unchanged."""
     if not callable(answer):
         return answer
 
     @wraps(answer)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = answer(*args, **kwargs)
-        if is_stub(found):
-            raise UnfinishedError(_lacking(found))
-        return found
+        result = answer(*args, **kwargs)
+        if is_stub(result):
+            raise UnfinishedError(_missing(result))
+        return result
 
     return call
 
@@ -108,28 +109,28 @@ def _guarded(answer: Any) -> Any:
 def raised(error: BaseException) -> str:
     """What an answer raised, on which rank, and in which line of the learner's cell.
 
-    A rank's error brings the rank's own traceback, and what the rank raised.
+    The error of a rank has the rank's own traceback, and its cause is what the rank raised.
     """
-    told, cause, where = "".join(format_exception(error)), error, ""
+    trace, cause, where = "".join(format_exception(error)), error, ""
     if isinstance(error, RankError):
-        told, where = error.errors[error.first], f" on rank {error.first}"
+        trace, where = error.errors[error.first], f" on rank {error.first}"
         if error.cause is None:  # it died or hung
-            return f"your answer failed{where}: {told.strip().splitlines()[-1]}"
+            return f"your answer failed{where}: {trace.strip().splitlines()[-1]}"
         cause = error.cause
-    if in_cell := re.findall(r'File "[^"]*ipykernel[^"]*", line (\d+)', told):
+    if in_cell := re.findall(r'File "[^"]*ipykernel[^"]*", line (\d+)', trace):
         where += f" in line {in_cell[-1]} of its cell"
     return f"your answer raised {type(cause).__name__}{where}: {cause}"
 
 
-def exercise(judge: Callable[[Any], None]) -> Callable[[Any], Verdict]:
-    """Make a judge, which returns for a right answer and raises otherwise, a check."""
+def exercise(assertion: Callable[[Any], None]) -> Callable[[Any], Verdict]:
+    """Decorator: a check made of a function that returns for a right answer and raises otherwise."""
 
-    @wraps(judge)
+    @wraps(assertion)
     def check(answer: Any) -> Verdict:
         try:
             if is_stub(answer):
                 raise UnfinishedError
-            judge(_guarded(answer))
+            assertion(_guarded(answer))
         except WrongError as wrong:
             return Verdict("wrong", str(wrong))
         except (Exception, SystemExit) as error:
@@ -142,30 +143,30 @@ def exercise(judge: Callable[[Any], None]) -> Callable[[Any], Verdict]:
     return check
 
 
-def _same(given: Any, key: Any) -> bool:
+def _same(answer: Any, key: Any) -> bool:
     if callable(key):
-        return bool(key(given))
+        return bool(key(answer))
     if isinstance(key, float):
-        return isclose(given, key, rel_tol=NEAR)
+        return isclose(answer, key, rel_tol=NEAR)
     if isinstance(key, str):
-        return str(given).strip().casefold() == key.casefold()
-    return bool(given == key)
+        return str(answer).strip().casefold() == key.casefold()
+    return bool(answer == key)
 
 
 def recap(*keys: tuple[Any, str]) -> Callable[[Sequence[Any]], Verdict]:
     """A check of a list of answers, in the order of the questions.
 
     Args:
-        keys: (key, hint) of each question; a key is a value, a float that may be missed by 2 %, a word
-            in either case, or a function that says whether an answer is right.
+        keys: (key, hint) of each question. A key is a value, a float (an answer may be 2 % off), a
+            string (upper and lower case are the same), or a function that is true for a right answer.
     """
 
     def check(answers: Sequence[Any]) -> Verdict:
-        given = list(answers) if isinstance(answers, list | tuple) else [answers]
-        if len(given) != len(keys):
-            return Verdict("wrong", f"{len(keys)} answers are asked for, got {len(given)}")
+        got = list(answers) if isinstance(answers, list | tuple) else [answers]
+        if len(got) != len(keys):
+            return Verdict("wrong", f"{len(keys)} answers are asked for, got {len(got)}")
         right = 0
-        for number, (answer, (key, hint)) in enumerate(zip(given, keys, strict=True), 1):
+        for number, (answer, (key, hint)) in enumerate(zip(got, keys, strict=True), 1):
             if is_stub(answer):
                 continue
             try:

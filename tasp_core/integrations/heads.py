@@ -1,16 +1,16 @@
-"""What comes out of a model whose tokens are spread over ranks: its loss, and outputs for each token.
+"""Outputs of a model whose tokens are spread over ranks: its loss, and one value for each token.
 
-The loss is this rank's sum divided by the count of all rows, whatever head the model has. It takes the
-place of the model's own, and only where the two are known to be the same:
+The loss is this rank's sum divided by the number of labels of all rows, whatever head the model has. It
+replaces the model's own loss, and only where the two are known to be the same:
 
 - Next-token models (ForCausalLM, LMHeadModel) call `model.loss_function` with all logits and labels and
-  return what it gives. Ours stands there meanwhile, so this is seen at every call.
+  return its result. Ours replaces that function meanwhile, so every call is checked.
 - Heads with a label for each token (ForMaskedLM, ForTokenClassification) may compute their loss
   themselves; at the first call it is compared with ours on the same logits.
 - A router's balance loss is made of the whole group's tokens, by the formula of
-  `load_balancing_loss_func`; at the first call the formula is compared with the model's own.
+  `load_balancing_loss_func`; at the first call the formula is compared with the model's own result.
 
-Every other loss and every output that is not one value for each token is refused by name.
+Every other loss, and every output that is not one value for each token, is refused by name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..errors import PlanError
-from ..runtime.exchange import Exchange
+from ..runtime.exchange import exchange_of
 from ..runtime.loss import token_sum
-from .inputs import IGNORE, Accepts, Sharded
+from .inputs import IGNORE, Accepts, Sharded, unknown_loss
 from .models import first_position
 
 KINDS = {  # the end of a class's name: which label a token's logits are compared with
@@ -51,15 +51,15 @@ OUTPUTS = (
 
 def core_of(model: nn.Module) -> Any:
     """The model inside a PEFT wrapper, or the model."""
-    inner: Any = getattr(model, "get_base_model", None)
-    return inner() if inner else model
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model else model
 
 
 # ---- what a model is
 
 
 def accepts(model: nn.Module) -> Accepts:
-    """What the model takes.
+    """What the model accepts.
 
     Raises:
         PlanError: a model that returns tuples.
@@ -90,7 +90,7 @@ def accepts(model: nn.Module) -> Accepts:
 
 
 def _loss_kind(core: Any) -> tuple[str, str]:
-    """Which label a token's logits are compared with, and why the loss is not known, or ""."""
+    """("next" or "own", as in `Accepts.labels`; why the model's loss is not known, or "")."""
     heads = [
         c.__name__
         for c in type(core).__mro__
@@ -104,8 +104,8 @@ def _loss_kind(core: Any) -> tuple[str, str]:
         )
     stock = "ForCausalLM" if kind == "next" else next(end for end in KINDS if head.endswith(end))
     own = core.__dict__.get("_loss_function")
-    if own is None and (found := getattr(core, "loss_type", None)) in LOSS_MAPPING:
-        own = LOSS_MAPPING[found]
+    if own is None and (loss_type := getattr(core, "loss_type", None)) in LOSS_MAPPING:
+        own = LOSS_MAPPING[loss_type]
     if own is not None and own is not LOSS_MAPPING[stock]:
         return (
             kind,
@@ -130,18 +130,18 @@ class Head:
     """The head of one model inside `sequence_parallel`: its loss and its outputs, call by call.
 
     Args:
-        group: compares what the ranks find; None: the default group, or this process alone.
+        group: the ranks that share the rows; None: the default group, or this process alone.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
         self.core, self.group = core_of(model), group
         self.call: Sharded | None = None
-        self.given: list[tuple[Tensor, Tensor]] = []  # our loss, and the model's copy of it
+        self.losses: list[tuple[Tensor, Tensor]] = []  # our loss, and the model's copy of it
         self.inline = self.same_added = self.same_balance = False
         self.before = self.core.__dict__.get("_loss_function")
 
     def enter(self) -> None:
-        """Stand where the model looks for its loss function."""
+        """Replace the model's loss function."""
         self.core._loss_function = self._loss
 
     def leave(self) -> None:
@@ -152,8 +152,8 @@ class Head:
             self.core._loss_function = self.before
 
     def begin(self, call: Sharded) -> dict[str, Any]:
-        """The labels that the model itself is given at this call."""
-        self.call, self.given = call, []
+        """The labels that the model itself gets at this call, as keyword arguments."""
+        self.call, self.losses = call, []
         return {} if call.labels is None or self.inline else {"labels": call.labels}
 
     def _sum(self, logits: Tensor, smoothing: float) -> Tensor:
@@ -174,7 +174,7 @@ class Head:
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What a model calls as its loss function."""
+        """The model calls this as its loss function."""
         mine = None if self.call is None else self.call.labels
         if mine is None or not isinstance(labels, Tensor) or labels.shape != mine.shape:
             raise self._refusal("it calls its loss function with other labels than it was given")
@@ -185,15 +185,11 @@ class Head:
         if kwargs.get("ignore_index", IGNORE) != IGNORE:
             raise self._refusal(f"it ignores labels {kwargs['ignore_index']}, not {IGNORE}")
         loss = self._own_loss(logits)
-        self.given.append((loss, loss.clone()))
-        return self.given[-1][1]
+        self.losses.append((loss, loss.clone()))
+        return self.losses[-1][1]
 
     def _refusal(self, why: str) -> PlanError:
-        name = type(self.core).__name__
-        return PlanError(
-            f"{name} is given labels, and its loss is not known to be right on a plan: {why}; leave labels "
-            "out and compute the loss of out.logits, tasp.token_loss(logits, labels, group, plan=plan)"
-        )
+        return unknown_loss(type(self.core).__name__, why)
 
     def finish(self, out: Any) -> Any:
         """The outputs of this rank's tokens, and its part of the loss.
@@ -205,73 +201,73 @@ class Head:
         assert call is not None
         if not isinstance(out, Mapping):
             raise PlanError(f"{name} returns {type(out).__name__}; set config.return_dict=True")
-        found = {k: v for k, v in out.items() if v is not None and not _nothing(v)}
-        if "pooler_output" in found:
+        outputs = {k: v for k, v in out.items() if v is not None and not _nothing(v)}
+        if "pooler_output" in outputs:
             raise PlanError(
                 f"{name} returns pooler_output, made of a row's first token, which other ranks do not "
                 "have; build the model with add_pooling_layer=False"
             )
-        if extra := [k for k in found if k not in OUTPUTS]:
+        if extra := [k for k in outputs if k not in OUTPUTS]:
             raise PlanError(
                 f"{name} returns {', '.join(extra)}, not known to be values of this rank's tokens; use a "
                 "model without them"
             )
         tokens = 1 if call.run.stand_in else call.run.plan.num_tokens(self._rank())
         rows = (call.batch, tokens)
-        for key, x in self._per_token(found):
+        for key, x in self._per_token(outputs):
             if x.dim() < 3 or tuple(x.shape[:2]) != rows:
                 raise PlanError(
                     f"{name} returns {key} {list(x.shape)}, not one row for each of this rank's tokens, "
                     f"{list(rows)}; use a model whose head keeps all tokens"
                 )
-        local, part = self._balance(found)
-        loss, added = self._model_loss(found, local)
-        self.given = []  # they hold the graph
+        local, part = self._balance(outputs)
+        loss, added = self._model_loss(outputs, local)
+        self.losses = []  # they hold the graph
         if call.run.stand_in:
             kept = ("loss", "aux_loss", *CACHES)
-            found |= {k: _no_tokens(v) for k, v in found.items() if k not in kept}
+            outputs |= {k: _no_tokens(v) for k, v in outputs.items() if k not in kept}
             for key in CACHES:
-                _empty_cache(found.get(key))
+                _empty_cache(outputs.get(key))
         if part is not None:
-            found["aux_loss"] = part
+            outputs["aux_loss"] = part
         if loss is not None and added and part is not None:
             loss = loss + self._coefficient() * part
-        found.pop("loss", None)
-        return type(out)(**({} if loss is None else {"loss": loss}), **found)
+        outputs.pop("loss", None)
+        return type(out)(**({} if loss is None else {"loss": loss}), **outputs)
 
     @staticmethod
-    def _per_token(found: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        named = [(k, found[k]) for k in ("logits", "last_hidden_state") if k in found]
-        return named + [("hidden_states", x) for x in found.get("hidden_states", ())]
+    def _per_token(outputs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+        named = [(k, outputs[k]) for k in ("logits", "last_hidden_state") if k in outputs]
+        return named + [("hidden_states", x) for x in outputs.get("hidden_states", ())]
 
     def _rank(self) -> int:
         assert self.call is not None
         return dist.get_rank(self.group) if self.call.run.plan.ranks > 1 else 0
 
     def _agree(self, error: str) -> None:
-        """The same error on all ranks, when one finds it by values."""
+        """Raise the same error on all ranks where one of them has an error; all ranks call this."""
         assert self.call is not None
         if self.call.run.plan.ranks > 1:
-            exchange = Exchange(self.group)
+            exchange = exchange_of(self.group)
             exchange.handshake({"pass": "what the model returns", "error": error}, PlanError)
             exchange.finish_handshake()
         if error:
             raise PlanError(error)
 
     def _model_loss(
-        self, found: Mapping[str, Any], balance: Tensor | None
+        self, outputs: Mapping[str, Any], balance: Tensor | None
     ) -> tuple[Tensor | None, bool]:
-        """Our loss, known to be the model's, and whether the model adds its balance loss to it."""
-        call, loss = self.call, found.get("loss")
+        """(our loss, known to equal the model's; whether the model adds its balance loss to it)."""
+        call, loss = self.call, outputs.get("loss")
         assert call is not None
         if call.labels is None:
             if loss is not None:
                 raise self._refusal("it returns a loss without labels")
             return None, False
-        if len(self.given) > 1:
-            raise self._refusal(f"it calls its loss function {len(self.given)} times")
-        if self.given:
-            ours, copy = self.given[0]
+        if len(self.losses) > 1:
+            raise self._refusal(f"it calls its loss function {len(self.losses)} times")
+        if self.losses:
+            ours, copy = self.losses[0]
             if loss is None:
                 raise self._refusal("it returns no loss")
             if loss is copy and _untouched(copy, ours):
@@ -285,22 +281,22 @@ class Head:
                 self._agree(str(self._refusal(why)) if bad else "")
                 self.same_added = True
             return ours, True
-        logits = found.get("logits")
+        logits = outputs.get("logits")
         if not isinstance(logits, Tensor):
             raise self._refusal("it returns no logits")
         if self._kind() == "next":
             raise self._refusal("it does not call its loss function")
         ours = self._own_loss(logits)
         if not self.inline:
-            self._compare(found, logits)
+            self._compare(outputs, logits)
         return ours, False
 
     def _kind(self) -> str:
         return _loss_kind(self.core)[0]
 
-    def _compare(self, found: Mapping[str, Any], logits: Tensor) -> None:
-        """At the first call: the model's own mean of this rank's tokens is ours."""
-        call, loss = self.call, found.get("loss")
+    def _compare(self, outputs: Mapping[str, Any], logits: Tensor) -> None:
+        """At the first call: the model's own mean loss over this rank's tokens must equal ours."""
+        call, loss = self.call, outputs.get("loss")
         assert call is not None
         assert call.labels is not None
         count = int((call.labels != IGNORE).sum())
@@ -319,61 +315,62 @@ class Head:
 
     def _coefficient(self) -> float:
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            if isinstance(found := getattr(self.core, name, None), int | float):
-                return float(found)
+            if isinstance(weight := getattr(self.core, name, None), int | float):
+                return float(weight)
         raise self._refusal("the weight of its aux_loss, router_aux_loss_coef, is not found")
 
-    def _balance(self, found: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    def _balance(self, outputs: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """(the model's own balance loss of this rank's tokens, this rank's part of the group's)."""
-        call, model_says = self.call, found.get("aux_loss")
+        call, model_says = self.call, outputs.get("aux_loss")
         assert call is not None
         if not isinstance(model_says, Tensor):
             return None, None
         name = type(self.core).__name__
-        gates, top = found.get("router_logits"), getattr(self.core, "num_experts_per_tok", None)
-        if not isinstance(gates, tuple) or not isinstance(top, int):
+        router_logits = outputs.get("router_logits")
+        top = getattr(self.core, "num_experts_per_tok", None)
+        if not isinstance(router_logits, tuple) or not isinstance(top, int):
             raise PlanError(
                 f"{name} has an aux_loss of unknown making (no router_logits or num_experts_per_tok); set "
                 "output_router_logits=False"
             )
         if call.run.stand_in:
-            gates = _no_tokens(gates)
-        counts, sums, rows = _routed(gates, top)
+            router_logits = _no_tokens(router_logits)
+        counts, sums, rows = _routed(router_logits, top)
         experts = len(counts)
         if not self.same_balance:
             error = ""
             if rows:
                 own = float(experts * (counts * sums.detach()).sum() / rows**2)
                 says = float(model_says.detach())
-                if not abs(own - says) <= _tolerance(gates[0]) * (1 + abs(own)):
+                if not abs(own - says) <= _tolerance(router_logits[0]) * (1 + abs(own)):
                     error = (
                         f"{name} makes aux_loss {says:.6g} of this rank's tokens, the formula of "
                         f"load_balancing_loss_func {own:.6g}; set output_router_logits=False"
                     )
             self._agree(error)
             self.same_balance = True
-        total = len(gates) * call.batch * call.run.plan.docs.total
+        total = len(router_logits) * call.batch * call.run.plan.docs.total
         if call.run.plan.ranks > 1:
             dist.all_reduce(counts, group=self.group)
         return model_says.detach(), experts * (counts * sums).sum() / max(total, 1) ** 2
 
 
-def _routed(gates: tuple[Tensor, ...], top: int) -> tuple[Tensor, Tensor, int]:
+def _routed(router_logits: tuple[Tensor, ...], top: int) -> tuple[Tensor, Tensor, int]:
     """Over all layers: tokens sent to each expert, probabilities of each expert, rows of gates."""
-    wide = torch.float64 if gates[0].dtype == torch.float64 else torch.float32
-    counts, rows = gates[0].new_zeros(gates[0].shape[-1], dtype=wide), 0
+    dtype = torch.float64 if router_logits[0].dtype == torch.float64 else torch.float32
+    counts, rows = router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=dtype), 0
     sums = torch.zeros_like(counts)
-    for gate in gates:
-        weights = gate.to(counts.device).softmax(-1)
+    for layer in router_logits:
+        weights = layer.to(counts.device).softmax(-1)
         chosen = weights.topk(top, dim=-1).indices.flatten()
-        counts = counts.index_add(0, chosen, torch.ones_like(chosen, dtype=wide))
-        sums = sums + weights.to(wide).sum(0)
+        counts = counts.index_add(0, chosen, torch.ones_like(chosen, dtype=dtype))
+        sums = sums + weights.to(dtype).sum(0)
         rows += len(weights)
     return counts, sums, rows
 
 
 def _tolerance(logits: Tensor) -> float:
-    """Of two means of the same logits, of which a model may compute one in their dtype."""
+    """Relative tolerance between two means over the same logits; a model may compute in their dtype."""
     return 1e-5 if logits.dtype.itemsize >= 4 else 1e-2
 
 

@@ -1,10 +1,11 @@
-"""What a model is given for whole rows -> what it is given for one rank's tokens.
+"""A model's inputs for whole rows -> its inputs for one rank's tokens.
 
     inputs = shard_inputs({"input_ids": ids, "position_ids": positions}, plan, group)
     documents_of({"position_ids": positions}, tokens=ids.shape[1])     # where documents begin
 
-An input is known here or refused by name. Documents may be told in five ways (`documents_of`); what two
-of them say must be the same. Padding, 4-D masks, caches, images and per-token weights are refused.
+A row is one packed sequence of a batch [B, T]. An input is known here or refused by name. Five inputs
+may tell where documents begin (`documents_of`); where several do, they must agree. Padding, 4-D masks,
+caches, images and per-token weights are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..planning.plan import Plan
-from ..runtime.loss import label_error, next_token_labels
+from ..runtime.loss import label_error, next_token_labels, outside_error
 from ..runtime.sharding import shard
 from ..sequence.documents import Documents
 
@@ -32,13 +33,13 @@ DOCUMENTS = (*CU_SEQLENS, *MAX_LENGTHS, "attention_mask", "seq_idx")  # read her
 PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, T, ...]
 LABELS = ("labels", "shift_labels", "num_items_in_batch", "label_smoothing")
 PASSED = ("use_cache", "output_hidden_states", "output_router_logits", "is_causal")
-OFF = {  # what may be given as long as it asks for nothing, and what to do instead
+OFF = {  # what may be passed as long as it asks for nothing, and what to do instead
     "output_attentions": "attention weights are never made; leave it out",
     "logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you need "
     "from tasp.gather(out.logits, plan, group, dim=1)",
-    "num_logits_to_keep": "every rank has tokens of its own; leave it out and take the logits you "
-    "need from tasp.gather(out.logits, plan, group, dim=1)",
 }
+OFF["num_logits_to_keep"] = OFF["logits_to_keep"]  # its older name
+NO_LABELS = "the batch has no labels to count; use a collator that returns `labels`"
 ADVICE = {
     "past_key_values": "a plan is for whole rows, not for decoding; use_cache=True returns the keys "
     "and values of this rank's tokens",
@@ -67,10 +68,10 @@ class Run:
 
     Args:
         tokens: [t] int64, index in the packed sequence of each of this rank's tokens, sharded like all
-            inputs: attention holds the order of its rows against it. None: the order is not checked.
-        stand_in: this rank has no tokens, and the model is given one that belongs to no document:
-            attention must not see it and gives zeros for it.
-        calls: the attention layers that have attended, in words; layers add to it.
+            inputs; attention compares the order of its rows with it. None: the order is not checked.
+        stand_in: this rank has no tokens, so the model gets one that belongs to no document. Attention
+            leaves it out and returns zeros for it.
+        calls: names of the attention layers that have run in this forward; layers add to it.
     """
 
     plan: Plan
@@ -83,18 +84,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Accepts:
-    """What a model's forward takes, as far as inputs depend on it.
+    """What a model's forward accepts, as far as its inputs depend on it.
 
     Args:
         name: of the model's class.
         labels: "next" where the model's loss compares a token's logits with the next label, "own"
             where with the token's own.
         why_no_labels: why the model's loss is not known to be right on a plan, or "".
-        first_position: the position of a document's first token; 2 for most of Roberta's kin.
+        first_position: the position of a document's first token; 2 for most models like Roberta.
         padding_id: the token that such a model does not count, or None.
         segments: whether token_type_ids are embedded; other models make masks of them.
-        defaults: the values of arguments that are not given.
-        classes: that labels tell apart, or None where that is not known.
+        defaults: default values of the forward's arguments, by name.
+        classes: how many classes labels number, or None where that is not known.
     """
 
     name: str = "the model"
@@ -114,9 +115,9 @@ class Sharded:
     Args:
         inputs: keyword arguments of the model, without labels.
         labels: [B, t] what this rank's logits are compared with, or None.
-        count: labels of the whole rows, or the number that the caller divides by.
-        targets: labels of the whole rows.
-        whole: what must be the same on all ranks of the group.
+        count: what the loss is divided by: the number of labels in the whole rows, or the caller's.
+        targets: the number of labels in the whole rows.
+        same_on_all: what must be the same on all ranks of the group, by name.
     """
 
     inputs: dict[str, Any]
@@ -126,7 +127,7 @@ class Sharded:
     count: Any
     targets: Any
     smoothing: float
-    whole: dict[str, Any]
+    same_on_all: dict[str, Any]
 
 
 # ---- where documents begin
@@ -135,15 +136,15 @@ class Sharded:
 def documents_of(
     inputs: Mapping[str, Any], tokens: int, *, first_position: int = 0
 ) -> Documents | None:
-    """The row's documents as `inputs` tell them, or None where they do not.
+    """The documents of each row by what `inputs` tell, or None where nothing tells them.
 
     Read are cu_seqlens (also cu_seq_lens_q, cu_seq_lens_k); position_ids [T], [B, T], and those of
     multimodal rotary embeddings, [4, B, T] with text positions first and [3, B, T] with (0, 0, 0) at
     the first token of each document; attention_mask [B, T] and seq_idx [B, T] that number documents.
 
     Args:
-        tokens: of a row.
-        first_position: of a document, where not 0.
+        tokens: how many a row has.
+        first_position: the position of a document's first token.
 
     Raises:
         PlanError: documents that cannot be read, differ by row of the batch, or by what tells them.
@@ -152,7 +153,7 @@ def documents_of(
 
 
 def _told(inputs: Mapping[str, Any], tokens: int, first: int) -> dict[str, Documents]:
-    """Every input that tells documents, with what it tells."""
+    """The documents by each input that tells them."""
     told: dict[str, Documents | None] = {}
     for name in CU_SEQLENS:
         if (cu := inputs.get(name)) is not None:
@@ -167,7 +168,11 @@ def _told(inputs: Mapping[str, Any], tokens: int, first: int) -> dict[str, Docum
 
 
 def _agreed(told: Mapping[str, Documents]) -> Documents | None:
-    """What all of them tell."""
+    """The documents on which all inputs agree.
+
+    Raises:
+        PlanError: two inputs that tell different documents.
+    """
     for name, docs in told.items():
         first = next(iter(told))
         if _lengths(docs) != _lengths(told[first]):
@@ -192,7 +197,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _one_row(name: str, values: Tensor, tokens: int) -> np.ndarray:
-    """The numbers of one row, where all rows of the batch have the same."""
+    """The numbers of one row; all rows of the batch must have the same."""
     if values.dim() not in (1, 2) or values.shape[-1] != tokens:
         raise PlanError(
             f"{name} must be [B, T] with {tokens} tokens a row, got {list(values.shape)}"
@@ -220,7 +225,7 @@ def _by_numbers(name: str, numbers: Tensor, tokens: int) -> Documents:
 
 
 def _by_mask(mask: Any, tokens: int) -> Documents | None:
-    """Documents that a mask numbers; None for ones, which say nothing."""
+    """Documents that a mask numbers; None for a mask of ones, which tells nothing."""
     if isinstance(mask, Mapping):
         raise PlanError(
             f"attention_mask is a dict of {', '.join(map(str, mask))}: masks for kinds of layers, which "
@@ -285,23 +290,23 @@ def _by_counts(positions: Tensor, tokens: int, first: int) -> Documents:
 def _resolve(
     inputs: Mapping[str, Any], tokens: int, plan: Plan | Planner, accepts: Accepts
 ) -> Plan:
-    """The plan of these inputs, held against the documents that the inputs themselves tell."""
+    """The plan of these inputs, compared with the documents that the inputs themselves tell."""
     told = _told(inputs, tokens, accepts.first_position)
-    found = _agreed(told)
+    told_docs = _agreed(told)
     if not isinstance(plan, Plan):
-        if found is None and inputs.get("position_ids") is not None:
+        if told_docs is None and inputs.get("position_ids") is not None:
             raise PlanError(
                 "position_ids do not tell where documents begin, and a planner has to know; give "
                 "cu_seqlens, or a plan"
             )
-        plan = plan(found or Documents.of([tokens]))
+        plan = plan(told_docs or Documents.of([tokens]))
         if not isinstance(plan, Plan):
             raise PlanError(f"the planner must return a plan, got {type(plan).__name__}")
     if tokens != plan.docs.total:
         raise PlanError(f"rows have {tokens} tokens, the plan is for {plan.docs.total}")
-    if found is not None and _lengths(found) != _lengths(plan.docs):
+    if told_docs is not None and _lengths(told_docs) != _lengths(plan.docs):
         names = " and ".join(told)
-        raise PlanError(f"the inputs hold {found!r} by {names}, the plan is for {plan.docs!r}")
+        raise PlanError(f"the inputs hold {told_docs!r} by {names}, the plan is for {plan.docs!r}")
     longest = int(plan.docs.lengths.max(initial=0))
     for name in MAX_LENGTHS:
         if (most := inputs.get(name)) is not None and int(most) < longest:
@@ -318,15 +323,15 @@ def _known(inputs: Mapping[str, Any], accepts: Accepts) -> dict[str, Any]:
     Raises:
         PlanError: an input that is not known to be right on a plan.
     """
-    given = {}
+    known_inputs = {}
     for name, value in inputs.items():
-        plain = isinstance(value, bool | int | float | str)
+        is_scalar = isinstance(value, bool | int | float | str)
         if value is None or (
-            plain and name in accepts.defaults and accepts.defaults[name] == value
+            is_scalar and name in accepts.defaults and accepts.defaults[name] == value
         ):
             continue  # what the model does without it
         if name in OFF or name == "return_dict":
-            if plain and bool(value) == (name == "return_dict"):
+            if is_scalar and bool(value) == (name == "return_dict"):
                 continue
             raise PlanError(f"{name} = {_shown(value)}: {OFF.get(name) or ADVICE[name]}")
         known = (*PER_TOKEN, "position_ids", *DOCUMENTS, *LABELS, *PASSED)
@@ -336,8 +341,8 @@ def _known(inputs: Mapping[str, Any], accepts: Accepts) -> dict[str, Any]:
                 f"{name} = {_shown(value)}: a plan does not know this input, and it is not passed on "
                 f"unread; {advice}"
             )
-        given[name] = value
-    return given
+        known_inputs[name] = value
+    return known_inputs
 
 
 def _shown(value: Any) -> str:
@@ -346,9 +351,9 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
-def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
+def _positions(inputs: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accepts) -> Tensor:
     """position_ids [..., B, T] of whole rows."""
-    if (positions := given.get("position_ids")) is not None:
+    if (positions := inputs.get("position_ids")) is not None:
         positions, first = _tensor("position_ids", positions), accepts.first_position
         if first and positions.numel() and int(positions.min()) < first:
             raise PlanError(
@@ -356,7 +361,7 @@ def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accep
                 f"{int(positions.min())}; leave them out and tell documents by cu_seq_lens_q"
             )
         return positions[None] if positions.dim() == 1 else positions
-    padding = accepts.padding_id if "input_ids" in given else None
+    padding = accepts.padding_id if "input_ids" in inputs else None
     if padding is not None and bool((ids == torch.tensor(padding)).any()):
         raise PlanError(
             f"{accepts.name} does not count padding, and the row has token {padding}, its padding; "
@@ -366,21 +371,25 @@ def _positions(given: Mapping[str, Any], ids: Tensor, plan: Plan, accepts: Accep
     return row.expand(ids.shape[0], -1)
 
 
+def unknown_loss(model: str, why: str) -> PlanError:
+    """The refusal of labels for a model whose loss is not known to be right on a plan."""
+    return PlanError(
+        f"{model} is given labels, and its loss is not known to be right on a plan: {why}; leave labels "
+        "out and compute the loss of out.logits, tasp.token_loss(logits, labels, group, plan=plan)"
+    )
+
+
 def _labels(
-    given: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
+    inputs: Mapping[str, Any], ids: Tensor, docs: Documents, accepts: Accepts
 ) -> Tensor | None:
-    """[B, T] what the logits of each token are compared with."""
-    labels, shifted = given.get("labels"), given.get("shift_labels")
+    """[B, T] the label of each token's logits, or None without labels."""
+    labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
         if shifted is not None:
             raise PlanError("shift_labels are given without labels; give labels as well")
         return None
     if accepts.why_no_labels:
-        raise PlanError(
-            f"{accepts.name} is given labels, and its loss is not known to be right on a plan: "
-            f"{accepts.why_no_labels}; leave labels out and compute the loss of out.logits, "
-            "tasp.token_loss(logits, labels, group, plan=plan)"
-        )
+        raise unknown_loss(accepts.name, accepts.why_no_labels)
     if shifted is not None and accepts.labels == "own":
         raise PlanError(
             f"{accepts.name} compares a token with its own label; leave shift_labels out"
@@ -388,31 +397,26 @@ def _labels(
     for name, x in (("labels", labels), ("shift_labels", shifted)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != ids.shape[:2]):
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-        if x is not None and (why := label_error(x)):
+        why = "" if x is None else label_error(x, name)
+        if x is not None and not why and accepts.classes is not None:
+            why = outside_error(x, accepts.classes, accepts.name, IGNORE, name)
+        if why:
             raise PlanError(why)
-        if x is None or accepts.classes is None:
-            continue
-        outside = x[(x != IGNORE) & ((x < 0) | (x >= accepts.classes))]
-        if len(outside):
-            raise PlanError(
-                f"{name} hold {int(outside[0])}, outside the {accepts.classes} classes of {accepts.name}; "
-                f"mark tokens without a label by {IGNORE}"
-            )
     if accepts.labels == "own":
         return labels
     return next_token_labels(labels, docs) if shifted is None else shifted
 
 
 def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Accepts) -> Tensor:
-    """How many labels whole rows have: what a loss over several rows is divided by."""
-    given = _known(inputs, accepts)
-    ids = given.get("input_ids", given.get("inputs_embeds"))
-    if ids is None or given.get("labels") is None:
-        raise PlanError("the batch has no labels to count; use a collator that returns `labels`")
-    docs = documents_of(given, ids.shape[1], first_position=accepts.first_position)
+    """How many labels whole rows have; a loss over several rows is divided by it."""
+    known_inputs = _known(inputs, accepts)
+    ids = known_inputs.get("input_ids", known_inputs.get("inputs_embeds"))
+    if ids is None or known_inputs.get("labels") is None:
+        raise PlanError(NO_LABELS)
+    docs = documents_of(known_inputs, ids.shape[1], first_position=accepts.first_position)
     if docs is None or isinstance(plan, Plan):
         docs = plan.docs if isinstance(plan, Plan) else Documents.of([ids.shape[1]])
-    labels = _labels(given, ids, docs, accepts)
+    labels = _labels(known_inputs, ids, docs, accepts)
     assert labels is not None
     return (labels != IGNORE).sum()
 
@@ -420,16 +424,18 @@ def count_targets(inputs: Mapping[str, Any], plan: Plan | Planner, accepts: Acce
 def prepare(
     inputs: Mapping[str, Any], plan: Plan | Planner, group: Any, kernel: str, accepts: Accepts
 ) -> Sharded:
-    """See `shard_inputs`; the labels apart."""
-    given = _known(inputs, accepts)
-    found = [name for name in ("input_ids", "inputs_embeds") if name in given]
-    if len(found) != 1:
-        names = "both input_ids and inputs_embeds" if found else "no input_ids and no inputs_embeds"
+    """As `shard_inputs`, with labels and their count apart from the model's inputs."""
+    known_inputs = _known(inputs, accepts)
+    id_names = [name for name in ("input_ids", "inputs_embeds") if name in known_inputs]
+    if len(id_names) != 1:
+        names = (
+            "both input_ids and inputs_embeds" if id_names else "no input_ids and no inputs_embeds"
+        )
         raise PlanError(f"inputs have {names}, only {', '.join(inputs)}; give one of them")
-    ids = given[found[0]]
-    if ids.dim() != (2 if found == ["input_ids"] else 3):
-        raise PlanError(f"{found[0]} must be whole rows, [B, T, ...], got {list(ids.shape)}")
-    plan = _resolve(given, ids.shape[1], plan, accepts)
+    ids = known_inputs[id_names[0]]
+    if ids.dim() != (2 if id_names == ["input_ids"] else 3):
+        raise PlanError(f"{id_names[0]} must be whole rows, [B, T, ...], got {list(ids.shape)}")
+    plan = _resolve(known_inputs, ids.shape[1], plan, accepts)
     size = group_size(plan, group)
     if plan.ranks != size:
         raise PlanError(
@@ -437,23 +443,23 @@ def prepare(
             "or pass the right group"
         )
     rank = dist.get_rank(group) if plan.ranks > 1 else 0
-    whole = {name: given[name] for name in PER_TOKEN if name in given}
-    for name, x in whole.items():
+    per_token = {name: known_inputs[name] for name in PER_TOKEN if name in known_inputs}
+    for name, x in per_token.items():
         if not isinstance(x, Tensor) or x.shape[:2] != ids.shape[:2]:
             raise PlanError(f"{name} must be [B, T] = {list(ids.shape[:2])}, got {_shown(x)}")
-    if "token_type_ids" in whole and not accepts.segments:
+    if "token_type_ids" in per_token and not accepts.segments:
         raise PlanError(
             f"{accepts.name} makes masks of token_type_ids, which no plan has; leave them out"
         )
-    positions = _positions(given, ids, plan, accepts)
+    positions = _positions(known_inputs, ids, plan, accepts)
     if positions.shape[-2] not in (1, ids.shape[0]) or positions.shape[-1] != ids.shape[1]:
         raise PlanError(
             f"position_ids {list(positions.shape)} do not fit rows {list(ids.shape[:2])}"
         )
-    labels = _labels(given, ids, plan.docs, accepts)
+    labels = _labels(known_inputs, ids, plan.docs, accepts)
     targets = None if labels is None else (labels != IGNORE).sum()
-    count = given.get("num_items_in_batch", targets)
-    smoothing = float(given.get("label_smoothing", 0.0))
+    count = known_inputs.get("num_items_in_batch", targets)
+    smoothing = float(known_inputs.get("label_smoothing", 0.0))
     if not 0 <= smoothing <= 1:
         raise PlanError(f"label_smoothing must be between 0 and 1, got {smoothing}")
     stand_in = plan.num_tokens(rank) == 0
@@ -461,16 +467,23 @@ def prepare(
     def part(x: Tensor, dim: int = 1) -> Tensor:
         return x.narrow(dim, 0, 1) if stand_in else shard(x, plan, rank, dim=dim)
 
-    passed = {name: given[name] for name in PASSED if name in given}
+    passed = {name: known_inputs[name] for name in PASSED if name in known_inputs}
     with torch.inference_mode(False):  # attention compares them once, where changes would show
         tokens = shard(torch.arange(plan.docs.total, device=ids.device), plan, rank)
     run = Run(plan, group, kernel, tokens, stand_in)
-    own = {name: part(x) for name, x in whole.items()} | {"position_ids": part(positions, -1)}
+    own = {name: part(x) for name, x in per_token.items()} | {"position_ids": part(positions, -1)}
     mine = None if labels is None else part(labels)
     if stand_in and mine is not None:
         mine = torch.full_like(mine, IGNORE)
-    same = whole | {"position_ids": positions, "labels": labels, "plan": plan.fingerprint()[:16]}
-    same |= {"num_items_in_batch": given.get("num_items_in_batch"), "label_smoothing": smoothing}
+    same = per_token | {
+        "position_ids": positions,
+        "labels": labels,
+        "plan": plan.fingerprint()[:16],
+    }
+    same |= {
+        "num_items_in_batch": known_inputs.get("num_items_in_batch"),
+        "label_smoothing": smoothing,
+    }
     same |= {"arguments": ", ".join(f"{k}={_shown(v)}" for k, v in sorted(passed.items()))}
     return Sharded(
         own | passed | {"tasp": run}, run, ids.shape[0], mine, count, targets, smoothing, same
@@ -496,17 +509,17 @@ def shard_inputs(
 
     input_ids, inputs_embeds, token_type_ids, labels and position_ids ([T], [B, T], [3, B, T] or
     [4, B, T]) are sharded; labels are shifted first, inside documents; positions are made where there
-    are none. What tells documents is read, held against the plan and dropped (`documents_of`).
+    are none. Inputs that tell documents are read, compared with the plan and dropped (`documents_of`).
 
-    A rank without tokens is given one, the row's first, with the label -100: its loss is 0, attention
-    does not see it, and its logits are nobody's. `inputs["tasp"].stand_in` says so.
+    A rank without tokens gets one, the row's first, with the label -100: its loss is 0, attention
+    leaves it out, and its logits belong to no token. `inputs["tasp"].stand_in` is then True.
 
     Args:
         plan: the rows' plan, or a function from their documents to it. Every row of the batch follows
             it.
         group: plan.ranks ranks; None: the default group, or one process.
-        accepts: what the model is, where it is no next-token model whose positions begin at 0; inside
-            `sequence_parallel` it is asked. The ranks' rows are compared there, not here.
+        accepts: what the model accepts; default: that of a next-token model whose positions begin at
+            0. `sequence_parallel` reads it from the model, and compares the ranks' rows; this does not.
 
     Returns:
         keyword arguments; with labels, the model's loss is this rank's part of sum / count, where
@@ -515,36 +528,36 @@ def shard_inputs(
     Raises:
         PlanError: padding, inputs that do not fit the plan, and inputs that are not known to be right.
     """
-    found = prepare(inputs, plan, group, kernel, accepts or Accepts())
-    if found.labels is None:
-        return found.inputs
-    if found.smoothing:
+    sharded = prepare(inputs, plan, group, kernel, accepts or Accepts())
+    if sharded.labels is None:
+        return sharded.inputs
+    if sharded.smoothing:
         raise PlanError("label_smoothing is computed inside sequence_parallel only")
-    count = found.count
+    count = sharded.count
     count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-    labels = {"labels": found.labels, "num_items_in_batch": count}
+    labels = {"labels": sharded.labels, "num_items_in_batch": count}
     if (accepts or Accepts()).labels == "next":
-        labels["shift_labels"] = found.labels
-    return {**found.inputs, **labels}
+        labels["shift_labels"] = sharded.labels
+    return {**sharded.inputs, **labels}
 
 
 # ---- the same rows on every rank
 
 
-def signature(whole: Mapping[str, Any]) -> dict[str, str]:
-    """Short texts that are equal on two ranks where what they were given is."""
-    tensors = {k: v for k, v in whole.items() if isinstance(v, Tensor)}
+def signature(values: Mapping[str, Any]) -> dict[str, str]:
+    """A short text of each value, equal on two ranks exactly where their values are."""
+    tensors = {k: v for k, v in values.items() if isinstance(v, Tensor)}
     devices = {x.device for x in tensors.values()}
     sums: dict[str, int] = {}
-    for device in devices:  # one host synchronisation a device
+    for device in devices:  # one host synchronisation per device
         names = [k for k, x in tensors.items() if x.device == device]
-        found = torch.stack([_digest(tensors[k]) for k in names])
-        sums |= dict(zip(names, found.tolist(), strict=True))
+        digests = torch.stack([_digest(tensors[k]) for k in names])
+        sums |= dict(zip(names, digests.tolist(), strict=True))
     return {
         name: f"{list(tensors[name].shape)} #{sums[name] % 2**64:016x}"
         if name in tensors
         else str(value)
-        for name, value in whole.items()
+        for name, value in values.items()
     }
 
 
@@ -553,24 +566,24 @@ CHUNK = 1 << 22  # numbers hashed at once
 
 
 @lru_cache(maxsize=16)
-def _odd_numbers(count: int, tag_prefix: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, offset: int, device: torch.device) -> Tensor:
     """Odd 64-bit numbers without a pattern (splitmix64)."""
-    z = (torch.arange(count, device=device) + tag_prefix) * -7046029254386353131
+    z = (torch.arange(count, device=device) + offset) * -7046029254386353131
     z = (z ^ (z >> 30)) * -4658895280553007687
     z = (z ^ (z >> 27)) * -7723592293110705685
     return (z ^ (z >> 31)) | 1
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A sum, in 64 bits that wrap around, of all elements' bits, each times odd numbers of its place.
+    """A sum modulo 2 ** 64 of all elements' bits, each times odd numbers of its row and column.
 
-    One element that differs always changes it; several do but for one in 2 ** 60 or so.
+    One different element always changes it; several do, except with a probability of about 2 ** -60.
     """
     x = x.detach()
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     width = max(rows.shape[1], 1)
     of_column, of_row = (
-        _odd_numbers(n, tag_prefix, x.device) for tag_prefix, n in ((1, width), (2**40, len(rows)))
+        _odd_numbers(n, offset, x.device) for offset, n in ((1, width), (2**40, len(rows)))
     )
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for i in range(0, len(rows), step := max(CHUNK // width, 1)):

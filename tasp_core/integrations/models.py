@@ -2,11 +2,11 @@
 
     proof = prove(model)                     # sequence_parallel does it; by hand only beside shard_inputs
 
-A rank holds some tokens of a row in some order, and only attention sees the others. A model is right there
-if nothing but attention mixes tokens, if each token knows its position by position_ids alone, and if
-attention is what q, k, v and a mask of documents say. `prove` holds a model against this in four forwards
-of a dozen tokens. `asked` reads what one attention layer asks for, in every forward. Both go by lists of
-what is known to be right and refuse the rest by name. Not covered: inputs, labels and losses.
+A rank holds some tokens of a row, in any order, and only attention sees the other ranks' tokens. A model
+is right on a plan if only attention mixes tokens, if each token knows its position by position_ids alone,
+and if attention is fully described by q, k, v and a mask of documents. `prove` tests this in four forwards
+of a dozen tokens. `asked` reads what one attention layer asks for, in every forward. Both compare with
+lists of what is known to be right and refuse everything else by name. Not covered: inputs, labels, losses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HARMLESS = (
 
 
 class NoPlanError(PlanError):
-    """An attention layer that was not handed the keyword `tasp`."""
+    """An attention layer that did not get the keyword `tasp`."""
 
 
 class MaskUsedError(PlanError, AttributeError):
@@ -53,9 +53,9 @@ class MaskUsedError(PlanError, AttributeError):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What a model asks to be visible; stands where other attention implementations get a tensor.
+    """What a model asks to be visible; it takes the place of other implementations' mask tensor.
 
-    A model may only hand it on to its attention layers. `problem` says what no plan has.
+    A model may only pass it on to its attention layers. `problem` names what no plan has.
     """
 
     causal: bool = False
@@ -95,13 +95,13 @@ for _operator in OPERATORS.split():
 
 def _blocks() -> dict[Any, str]:
     """Code of the functions that transformers' mask factories return -> the factory's name."""
-    found = {}
+    factories = {}
     for name in dir(masking_utils):
         factory = getattr(masking_utils, name)
-        for inner in getattr(getattr(factory, "__code__", None), "co_consts", ()):
-            if inspect.iscode(inner) and inner.co_name in ("inner_mask", "and_mask", "or_mask"):
-                found[inner] = name
-    return found
+        for code in getattr(getattr(factory, "__code__", None), "co_consts", ()):
+            if inspect.iscode(code) and code.co_name in ("inner_mask", "and_mask", "or_mask"):
+                factories[code] = name
+    return factories
 
 
 BLOCKS = _blocks()
@@ -136,20 +136,20 @@ def _parts(function: Any) -> Iterator[Mask]:
         yield Mask()
         return
     block = BLOCKS.get(getattr(function, "__code__", None))
-    held = dict(inspect.getclosurevars(function).nonlocals) if block else {}
+    closure = dict(inspect.getclosurevars(function).nonlocals) if block else {}
     if block == "and_masks":
-        for part in held["mask_functions"]:
+        for part in closure["mask_functions"]:
             yield from _parts(part)
     elif block in ("remap_positions_for_packed_sequence", "add_offsets_to_mask_function"):
-        yield from _parts(held["mask_function"])
+        yield from _parts(closure["mask_function"])
     elif block == "packed_sequence_mask_function":
         yield Mask()  # the plan has the documents; this sees only where this rank's tokens break off
     elif block == "sliding_window_overlay":
-        yield Mask(window=-int(held["sliding_window"]))
+        yield Mask(window=-int(closure["sliding_window"]))
     elif block == "sliding_window_bidirectional_overlay":
-        yield Mask(window=int(held["sliding_window"]) + 1)  # this far on either side, and itself
+        yield Mask(window=int(closure["sliding_window"]) + 1)  # this far on either side, and itself
     elif block in ("chunked_overlay", "_legacy_chunked_overlay"):
-        yield Mask(chunk=int(held["chunk_size"]))
+        yield Mask(chunk=int(closure["chunk_size"]))
     elif block == "or_masks":
         yield Mask(problem="a union of masks (or_masks)")
     else:
@@ -163,7 +163,7 @@ def mask_of(
     attention_mask: Tensor | None = None,
     **__: Any,
 ) -> Mask:
-    """transformers' mask interface: the mask as a word for attention layers, not as a tensor."""
+    """transformers' mask interface: the mask described for attention layers, not as a tensor."""
     if attention_mask is not None and not bool(attention_mask.all()):
         return Mask(problem="a mask that hides padding")
     return read_mask(mask_function)
@@ -262,7 +262,7 @@ def _described(mask: Any) -> str:
 
 
 def check_lengths(config: Any, docs: Documents) -> None:
-    """Refuse what depends on the length of what is seen, for a rank sees other lengths than one process.
+    """Refuse what depends on the sequence length, since a rank sees another length than one process.
 
     Raises:
         PlanError: a configuration of this kind, with documents so long that it makes a difference.
@@ -302,10 +302,10 @@ def check_kinds(config: Any, model: str = "the model") -> None:
 def _ropes(config: Any) -> Iterator[tuple[str, int]]:
     """Rotary embeddings that depend on the length of the sequence, and up to which length they do not."""
     for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(config, name, None)
-        if not isinstance(given, Mapping):
+        parameters = getattr(config, name, None)
+        if not isinstance(parameters, Mapping):
             continue
-        for rope in (given, *(x for x in given.values() if isinstance(x, Mapping))):
+        for rope in (parameters, *(x for x in parameters.values() if isinstance(x, Mapping))):
             kind = rope.get("rope_type", rope.get("type"))
             if kind is not None and ("dynamic" in kind or kind == "longrope"):
                 limit = config.max_position_embeddings
@@ -344,13 +344,13 @@ class Proof:
 
 @dataclass
 class Probe:
-    """Attention of the proof, in place of a plan: computed here from the layer's own q, k, v."""
+    """The proof's attention, in the place of a plan: computed here from the layer's own q, k, v."""
 
     docs: Documents
     order: Tensor | None  # token of the row at each place; None: each token attends to itself only
     calls: list[str] = field(default_factory=list)  # layers that attended
     modules: list[nn.Module] = field(default_factory=list)
-    given: list[Tensor] = field(default_factory=list)  # their q, k and v, [B, t, H, D]
+    qkv: list[Tensor] = field(default_factory=list)  # their q, k and v, [B, t, H, D]
 
     def attend(
         self,
@@ -364,7 +364,7 @@ class Probe:
         """[B, H, t, D] in, [B, t, H, D] out."""
         self.calls.append(ask.layer)
         self.modules.append(module)
-        self.given += [x.transpose(1, 2) for x in (query, key, value)]
+        self.qkv += [x.transpose(1, 2) for x in (query, key, value)]
         groups = query.shape[1] // key.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         if self.order is None:
@@ -378,11 +378,11 @@ class Probe:
             seen &= back >= 0
         if ask.window is not None:
             seen &= back.abs() < ask.window
-        wide = torch.promote_types(query.dtype, torch.float32)
+        dtype = torch.promote_types(query.dtype, torch.float32)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scores = (query.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+        scores = (query.to(dtype) @ k.to(dtype).transpose(-1, -2)) * scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return (weights @ v.to(wide)).to(value.dtype).transpose(1, 2).contiguous()
+        return (weights @ v.to(dtype)).to(value.dtype).transpose(1, 2).contiguous()
 
 
 @dataclass
@@ -391,7 +391,7 @@ class Trace:
 
     outputs: list[Tensor]
     attended: list[Tensor]  # what the modules that attend returned
-    given: list[Tensor]  # their q, k and v; none where attention was not ours
+    qkv: list[Tensor]  # their q, k and v; none where attention was not ours
 
 
 _PROVED: WeakKeyDictionary[nn.Module, tuple[Any, Proof]] = WeakKeyDictionary()
@@ -526,7 +526,7 @@ class _Prover:
                 f"{self.name} cannot be proved on a row of {ids.shape[1]} tokens "
                 f"({type(error).__name__}: {error}); {ALONE}"
             ) from error
-        found = []
+        outputs = []
         for name, value in out.items() if isinstance(out, Mapping) else enumerate(out):
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
                 continue
@@ -536,10 +536,10 @@ class _Prover:
                     f"{ids.shape[1]} tokens: it is not per token, and a rank has only some; take a "
                     "model without this head (BERT's kind: add_pooling_layer=False) and gather first"
                 )
-            found.append(value)
-        if not found:
+            outputs.append(value)
+        if not outputs:
             raise PlanError(f"{self.name} returns no output per token; {ALONE}")
-        return found
+        return outputs
 
     def traced(self, ids: Tensor, probe: Probe | None = None, **inputs: Any) -> Trace:
         """One forward, and what its attention layers were given and returned."""
@@ -557,8 +557,8 @@ class _Prover:
         finally:
             for handle in handles:
                 handle.remove()
-        given = probe.given if probe else []
-        return Trace(*([x.flatten(0, 1) for x in xs] for xs in (outputs, attended, given)))
+        qkv = probe.qkv if probe else []
+        return Trace(*([x.flatten(0, 1) for x in xs] for xs in (outputs, attended, qkv)))
 
     def by_document(self, implementation: str, stride: int = 0) -> Trace:
         """A document in each row of a batch, with the model's own positions or every stride-th."""
@@ -575,9 +575,9 @@ class _Prover:
         """Both documents in one row, its tokens in this order, as on a rank; found in row order."""
         docs, at = Documents.of([LENGTH, LENGTH]), torch.tensor(order)
         positions = torch.from_numpy(docs.positions().copy())[at][None].to(self.device) + self.first
-        found = self.traced(self.ids[:, order], Probe(docs, at), position_ids=positions)
+        trace = self.traced(self.ids[:, order], Probe(docs, at), position_ids=positions)
         back = at.argsort().to(self.device)
-        parts = (found.outputs, found.attended, found.given)
+        parts = (trace.outputs, trace.attended, trace.qkv)
         return Trace(*([x[back.to(x.device)] for x in xs] for xs in parts))
 
     def alone(self) -> tuple[list[Tensor], Probe]:
@@ -631,18 +631,18 @@ class _Prover:
         return, however little of it comes through to the end.
         """
         own, right = self.by_document(NAME), self.by_document(self.stock)
-        found = self.packed(ORDER)
-        if not self.same(found.given, own.given):
+        mixed = self.packed(ORDER)
+        if not self.same(mixed.qkv, own.qkv):
             first = self.first
-            if self.same(self.by_document(NAME, stride=2).given, own.given):
+            if self.same(self.by_document(NAME, stride=2).qkv, own.qkv):
                 why = "it does not read position_ids, and a rank would count its tokens from 0"
-            elif not self.same(self.by_document(NAME, stride=1).given, own.given):
+            elif not self.same(self.by_document(NAME, stride=1).qkv, own.qkv):
                 why = f"it does not count positions {first}, {first + 1}, ... in a document"
             else:
                 why = "a token's place in the row matters, not its position_ids alone"
-        elif not self.same(found.attended, right.attended):
+        elif not self.same(mixed.attended, right.attended):
             why = "its attention layers do with q, k and v what neither their mask nor their keywords tell"
-        elif not self.same(found.outputs, right.outputs):
+        elif not self.same(mixed.outputs, right.outputs):
             why = "its outputs depend on more than each token and its attention"
         else:
             return
@@ -650,16 +650,16 @@ class _Prover:
             f"{self.name} is not the stock model on rows of two documents: {why}; {ALONE}"
         )
 
-    def same(self, found: list[Tensor], right: list[Tensor]) -> bool:
+    def same(self, ours: list[Tensor], right: list[Tensor]) -> bool:
         """Whether tensors agree: in every token, or, in low precision, where experts flip, in most."""
         device: str = self.device.type
         low = self.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(device)
         low = low or torch.get_float32_matmul_precision() != "highest"
-        if len(found) != len(right):
+        if len(ours) != len(right):
             return False
-        for ours, theirs in zip(found, right, strict=True):
-            error = (ours.double() - theirs.double()).abs().flatten(1).amax(1)
-            error = error / theirs.double().abs().max().clamp(min=1e-30)
+        for own, stock in zip(ours, right, strict=True):
+            error = (own.double() - stock.double()).abs().flatten(1).amax(1)
+            error = error / stock.double().abs().max().clamp(min=1e-30)
             worst = error.median() if low else error.max()
             if not float(worst) <= (0.1 if low else 1e-3):
                 return False

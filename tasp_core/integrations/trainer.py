@@ -7,10 +7,11 @@
         trainer.train()                                           # world size = rows at once x ranks
         trainer.evaluate(held_out)                                # and predict()
 
-Groups are `ranks` consecutive global ranks. Losses and gradients equal those of one process with as many
-rows a step; evaluation is that of one process, whatever the number of ranks and of rows at once: the mean
-over examples of their batches' losses, and logits and labels of whole rows for `compute_metrics`. A step
-without a label has gradient 0 and is logged as nan, not as a loss. `label_smoothing_factor` is exact.
+A row is one packed sequence; groups of `ranks` consecutive global ranks share one. Losses and gradients
+equal those of one process with as many rows per step. Evaluation is that of one process, whatever the
+number of ranks and of rows at once: the mean over examples of their batches' losses, and logits and
+labels of whole rows for `compute_metrics`. A step without a label has gradient 0 and is logged as nan,
+not as a loss. `label_smoothing_factor` is exact.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from transformers import Trainer
 
 from ..errors import PlanError
 from ..runtime.sharding import gather
-from .inputs import count_targets
+from .inputs import NO_LABELS, count_targets
 from .transformers import Active, active
 
 
 class RowTrainer(Trainer):
-    """A Trainer of which each `ranks` consecutive processes work on the same row.
+    """A Trainer in which groups of `ranks` consecutive processes work on the same row.
 
     Raises:
         PlanError: a world size that `ranks` does not divide; a setting that breaks the loss; work
@@ -87,24 +88,24 @@ class RowTrainer(Trainer):
     # ---- rows for each group
 
     def _context(self) -> Active:
-        """What sequence_parallel was given for the model."""
+        """The state of the `sequence_parallel` around the model."""
         model: Any = self.model
-        found = active(model)
-        if found is None:
+        context = active(model)
+        if context is None:
             raise PlanError(
                 "the model is not inside sequence_parallel: train, evaluate and predict within "
                 "`with sequence_parallel(model, plan, group):`"
             )
-        size = dist.get_world_size(found.group) if self.args.world_size > 1 else 1
-        if size != self.ranks and not (found.group is None and self.ranks == 1):
+        size = dist.get_world_size(context.group) if self.args.world_size > 1 else 1
+        if size != self.ranks and not (context.group is None and self.ranks == 1):
             raise PlanError(
                 f"RowTrainer has groups of {self.ranks} ranks, sequence_parallel was given a group of "
                 f"{size}; pass the group of this row's ranks"
             )
-        return found
+        return context
 
     def _loader(self, dataset: Any, what: str, **options: Any) -> DataLoader:
-        """A DataLoader by Trainer's settings, not shared out yet."""
+        """A DataLoader with Trainer's settings, not divided among processes yet."""
         args = self.args
         return DataLoader(
             dataset,
@@ -152,8 +153,10 @@ class RowTrainer(Trainer):
         return self._whole_batches(test_dataset, "test")
 
     def _whole_batches(self, dataset: Any, what: str) -> DataLoader:
-        """One process's batches in order, dealt out to the groups; the last is dealt again where
-        groups would have none, and dropped by `_gather_rows`."""
+        """One process's batches in order, distributed over the groups in turn.
+
+        The last batch is repeated for groups that would have none; `_gather_rows` drops it again.
+        """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise PlanError(f"{what} needs a dataset with a length, got {type(dataset).__name__}")
         self._context()
@@ -178,15 +181,13 @@ class RowTrainer(Trainer):
 
     def _count(self, batches: list[Any]) -> Tensor:
         """Labels of this step's rows, of all groups."""
-        found = self._context()
+        context = self._context()
         count = torch.zeros((), dtype=torch.int64, device=self.args.device)
         for batch in batches:
             if batch.get("labels") is None:
-                raise PlanError(
-                    "the batch has no labels to count; use a collator that returns `labels`"
-                )
+                raise PlanError(NO_LABELS)
             try:
-                count += count_targets(batch, found.plan, found.accepts).to(count.device)
+                count += count_targets(batch, context.plan, context.accepts).to(count.device)
             except ValueError:
                 continue  # the model's inputs are checked on all ranks together
         if self.args.world_size > 1:
@@ -204,24 +205,22 @@ class RowTrainer(Trainer):
 
         In evaluation the loss of the row, the same on each of its ranks; nan without a label.
         """
-        found = self._context()
+        context = self._context()
         extra: dict[str, Any] = {}
         if self.args.label_smoothing_factor:
             extra["label_smoothing"] = self.args.label_smoothing_factor
         if not self._evaluating:
             if num_items_in_batch is None:
-                raise PlanError(
-                    "the batch has no labels to count; use a collator that returns `labels`"
-                )
+                raise PlanError(NO_LABELS)
             extra["num_items_in_batch"] = num_items_in_batch
         outputs = model(**inputs, **extra)
         loss = outputs["loss"]
         if self._evaluating:
-            call = found.call
+            call = context.call
             assert call is not None
             loss = loss.detach().clone()
             if self.ranks > 1:
-                dist.all_reduce(loss, group=found.group)
+                dist.all_reduce(loss, group=context.group)
             loss = torch.where(call.targets.to(loss.device) > 0, loss, math.nan)
         else:
             loss = loss * self.accelerator.num_processes
@@ -233,7 +232,7 @@ class RowTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Trainer's, with the step's labels noted for the log."""
+        """Trainer's; remembers the step's number of labels for the log."""
         self._labelled[self.state.global_step] = num_items_in_batch
         return super().training_step(model, inputs, num_items_in_batch)
 
@@ -271,18 +270,18 @@ class RowTrainer(Trainer):
             self._evaluating = False
         if logits is None or prediction_loss_only:
             return loss, logits, labels
-        found = self._context()
-        assert found.call is not None
+        context = self._context()
+        assert context.call is not None
         if not isinstance(logits, Tensor):
             raise PlanError(
                 f"predictions are {len(logits)} outputs of the model, and only logits are put together "
                 "from all ranks; leave the others out (output_hidden_states, output_router_logits), or "
                 "name them in ignore_keys"
             )
-        return loss, gather(logits, found.call.run.plan, found.group, dim=1), labels
+        return loss, gather(logits, context.call.run.plan, context.group, dim=1), labels
 
     def _gather_rows(self, data: Any) -> Any:
-        """What every process has -> what one process would have: each group's once, no batch twice."""
+        """What all processes have -> what one process would have: each group's once, no batch twice."""
         if isinstance(data, list | tuple):
             return type(data)(self._gather_rows(x) for x in data)
         batch, groups = self.args.eval_batch_size, self.args.world_size // self.ranks

@@ -5,9 +5,9 @@
         out.loss.backward()                                      # losses and gradients ADD UP over ranks
     whole = tasp.gather(out.logits, plan, group, dim=1)          # prefill: logits of the whole row
 
-Each model is proved at its first use, see models.py; docs/models.md lists families. A layer's sliding
-window is the model's business: give the plan of the row without one. `labels` are as transformers has
-them, unshifted. Read `inputs` for what goes in and `heads` for losses and what comes out. Not covered:
+Each model is proved at its first use (models.py); docs/models.md lists families. Sliding windows belong
+to the model's layers: give a plan without one. `labels` are as transformers has them, unshifted.
+`inputs.py` says what a model accepts, `heads.py` which losses and outputs it may have. Not covered:
 padding (pack rows instead), dropout, sinks, soft caps, decoding.
 """
 
@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..errors import PlanError
 from ..planning.plan import Plan
 from ..runtime.attention import attention
-from ..runtime.exchange import Exchange
+from ..runtime.exchange import exchange_of
 from ..sequence.documents import Documents
 from .heads import Head, accepts
 from .inputs import (
@@ -169,7 +169,7 @@ def sequence_parallel(
     try:
         forget_changed(model)
         head = Head(model, group)
-        before_call, after_call = _door(model, before, plan, group, kernel, head)
+        before_call, after_call = _hooks(model, before, plan, group, kernel, head)
         handles += [
             model.register_forward_pre_hook(before_call, with_kwargs=True),
             model.register_forward_hook(after_call),
@@ -201,11 +201,11 @@ _ACTIVE: WeakKeyDictionary[torch.nn.Module, Active] = WeakKeyDictionary()
 
 
 def active(model: torch.nn.Module) -> Active | None:
-    """What `sequence_parallel` was given for a model, or None outside."""
+    """The state of the `sequence_parallel` around a model, or None outside."""
     return _ACTIVE.get(model)
 
 
-def _door(
+def _hooks(
     model: PreTrainedModel,
     stock: str,
     plan: Plan | Planner,
@@ -213,7 +213,7 @@ def _door(
     kernel: str,
     head: Head,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs before and after the model at every call.
+    """The hooks that run before and after the model at every call.
 
     Args:
         stock: the model's attention implementation outside.
@@ -227,20 +227,20 @@ def _door(
         try:
             if len(args) > 1:
                 raise PlanError("give the model's inputs by keyword, only input_ids may come first")
-            given = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
-            call = prepare(given, plan, group, kernel, state.accepts)
+            named = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
+            call = prepare(named, plan, group, kernel, state.accepts)
         except Exception as error:  # one rank's must reach all of them
             cause = error
         if (call.run.plan.ranks if call else _ranks(plan, group)) > 1:
-            _agree(group, signature(call.whole) if call else {"error": _text(cause)})
+            _agree(group, signature(call.same_on_all) if call else {"error": _text(cause)})
         if cause or not call:
             raise cause or PlanError("the model's inputs made no plan")
-        given = call.inputs
+        local = call.inputs
         # all ranks have come here: a model whose parameters they share gathers them in its proof
-        state.proof = prove(model, stock, given["position_ids"].device)
+        state.proof = prove(model, stock, local["position_ids"].device)
         check_lengths(model.config.get_text_config(), call.run.plan.docs)
-        state.call = call = replace(call, inputs={}, whole={})  # whole rows are not kept
-        return (), given | head.begin(call)
+        state.call = call = replace(call, inputs={}, same_on_all={})  # what is whole is not kept
+        return (), local | head.begin(call)
 
     def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
         assert state.proof is not None
@@ -252,7 +252,7 @@ def _door(
 
 
 def _text(error: Exception | None) -> str:
-    """An error in words; those that are not ours with their kind."""
+    """An error's text; with its type where it is not one of ours."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
@@ -266,10 +266,10 @@ def _ranks(plan: Plan | Planner, group: Any) -> int:
     return group_size(plan, group)
 
 
-def _agree(group: Any, note: dict[str, str]) -> None:
-    """The same error on all ranks, when one has an error or rows of its own."""
-    exchange = Exchange(group)
-    exchange.handshake({"pass": "the model's inputs", **note}, PlanError)
+def _agree(group: Any, signature: dict[str, str]) -> None:
+    """Raise the same error on all ranks where one has an error or other packed sequences."""
+    exchange = exchange_of(group)
+    exchange.handshake({"pass": "the model's inputs", **signature}, PlanError)
     try:
         exchange.finish_handshake()
     except PlanError as error:

@@ -1,7 +1,7 @@
-"""The main job on real input: eight ranks, every schedule, forward and backward, then training.
+"""The command `demo`: eight ranks, every schedule, forward and backward on real text, then training.
 
-Real text is packed into a row; a tiny Llama's first block turns it into q, k, v. Each method runs on
-real ranks and is compared with the float64 oracle before anything is printed about it.
+Documents are packed into one sequence, and a tiny Llama's first block turns it into q, k, v. Each method
+runs on real ranks and is compared with the float64 reference before anything is printed about it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..result_file import write
 from ..runtime.launch import launch
 from ..sequence.documents import Documents
 from .bench.accuracy import Inputs, Reference, as_dict, sent_bytes, verify
-from .training.data import manual_row
+from .training.data import manual_sequence
 from .training.llama import Block
 from .training.minimal import train
 
-METHODS = (  # label, schedule, layout, ranks a node (0: all)
+METHODS = (  # label, schedule, layout, ranks per node (0: all)
     ("Ring", "ring", "contiguous", 0),
     ("Zigzag-Ring", "ring", "zigzag", 0),
     ("Striped", "ring", "striped", 0),
@@ -40,81 +40,10 @@ METHODS = (  # label, schedule, layout, ranks a node (0: all)
 )
 
 
-class Row(NamedTuple):
-    """One method's results."""
-
-    label: str
-    plan: Plan
-    report: Report
-    errors: Any
-    sent: dict[str, list[int]]
-    seconds: float
-
-
-def _plan(docs: Documents, ranks: int, schedule: str, layout: str, node: int) -> Plan:
-    machine = f"mesh{node}x{ranks // node}" if node else None
-    return plan(docs, ranks, schedule=schedule, layout=layout, machine=machine)
-
-
-def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
-    """q, k, v of a packed row of real text from a tiny Llama's first block, and its documents."""
-    torch.manual_seed(0)
-    ids, docs = manual_row(tokens)
-    embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
-    with torch.no_grad():
-        q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
-    return Inputs(q, k, v, torch.randn_like(q)), docs
-
-
-def attend_all(
-    inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
-) -> list[Row]:
-    """Every method on real ranks, each compared with the oracle."""
-    judge, rows = Reference(inputs, docs), []
-    for i, (label, schedule, layout, node) in enumerate(METHODS):
-        say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
-        p = _plan(docs, ranks, schedule, layout, node)
-        errors, seconds = verify(p, inputs, judge=judge)
-        heads, head_dim = inputs.q.shape[1:]
-        sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
-        rows.append(Row(label, p, check(p), errors, sent, max(seconds)))
-    return rows
-
-
-def _busiest(row: Row) -> str:
-    """The link that carries most in all, and how much; "all" where they are alike."""
-    hops, n = row.plan.hops(), row.plan.ranks
-    moved, whole = row.plan.amounts(hops)
-    inside = hops.src // row.plan.machine.node_size == hops.dst // row.plan.machine.node_size
-    total = np.bincount((hops.src * n + hops.dst)[inside], moved[inside], minlength=n * n)
-    top = int(total.argmax())
-    name = "all" if row.report.min_load == row.report.max_load else f"{top // n}>{top % n}"
-    return f"{name} {total[top] / whole:.3g} KV"
-
-
-def error_table(rows: list[Row]) -> str:
-    """The demo's one table, 80 columns wide."""
-    lines = [
-        "forward and backward on real ranks, against the float64 oracle",
-        f"{'method':<12} {'out':>7} {'grads':>7} {'/plain':>6}   {'MB sent':>5}  bwd  "
-        f"{'links':>6} {'busiest link':>12}   work",
-        f"{'':<12} {'error':>7} {'error':>7} {'':>6}   {'fwd':>5} {'':>5} {'busy':>7} {'':>12} max/mean",
-    ]
-    for row in rows:
-        e, r = row.errors, row.report
-        grads = max(e.ours[n] for n in ("dq", "dk", "dv"))
-        forward, backward = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
-        lines.append(
-            f"{row.label:<12} {e.ours['out']:>7.1e} {grads:>7.1e} {e.ratio:>5.2f}x   "
-            f"{forward:>5.2f} {backward:>5.2f}  {r.busy:>6.1%} {_busiest(row):>12} {r.balance:>8.3f}"
-        )
-    return "\n".join(lines)
-
-
 def demo(
     out: Path, console: Console, *, tokens: int = 4096, ranks: int = 8, steps: int = 30
 ) -> bool:
-    """Run it all, print it, write the result file; whether everything was right."""
+    """Run the demo, print it and write its result file; whether everything was right."""
     start = time.perf_counter()
 
     def say(text: str) -> None:
@@ -131,7 +60,7 @@ def demo(
     console.print(f"\n{error_table(rows)}", highlight=False, soft_wrap=True)
     console.print(
         "/plain: worst error over the plain kernel's own; MB: the most any rank sends;\n"
-        "links busy: mean share of links in use per step; KV: keys and values of one rank\n"
+        "links busy: mean fraction of links in use per step; KV: keys and values of one rank\n"
     )
     losses = {}
     for count in (1, 4):
@@ -164,11 +93,78 @@ def demo(
     return right
 
 
+class MethodResult(NamedTuple):
+    """One method's results."""
+
+    label: str
+    plan: Plan
+    report: Report
+    errors: Any
+    sent: dict[str, list[int]]
+    seconds: float
+
+
+def real_inputs(tokens: int) -> tuple[Inputs, Documents]:
+    """q, k, v of packed real text, from a tiny Llama's first block, and the documents."""
+    torch.manual_seed(0)
+    ids, docs = manual_sequence(tokens)
+    embed, block = torch.nn.Embedding(256, 128), Block(128, heads=8, kv_heads=4)
+    with torch.no_grad():
+        q, k, v = block.heads(embed(torch.from_numpy(ids)), torch.from_numpy(docs.positions()))
+    return Inputs(q, k, v, torch.randn_like(q)), docs
+
+
+def attend_all(
+    inputs: Inputs, docs: Documents, ranks: int, say: Callable[[str], None]
+) -> list[MethodResult]:
+    """Every method on real ranks, each compared with the reference."""
+    reference, rows = Reference(inputs, docs), []
+    for i, (label, schedule, layout, node) in enumerate(METHODS):
+        say(f"[{i + 1}/{len(METHODS)}] {label}: {schedule} x {layout} on {ranks} ranks")
+        machine = f"mesh{node}x{ranks // node}" if node else None
+        p = plan(docs, ranks, schedule=schedule, layout=layout, machine=machine)
+        errors, seconds = verify(p, inputs, reference=reference)
+        heads, head_dim = inputs.q.shape[1:]
+        sent = sent_bytes(p, heads, inputs.k.shape[1], head_dim, inputs.q.dtype)
+        rows.append(MethodResult(label, p, check(p), errors, sent, max(seconds)))
+    return rows
+
+
+def error_table(rows: list[MethodResult]) -> str:
+    """The demo's table of methods, 80 columns wide."""
+    lines = [
+        "forward and backward on real ranks, against the float64 reference",
+        f"{'method':<12} {'out':>7} {'grads':>7} {'/plain':>6}   {'MB sent':>5}  bwd  "
+        f"{'links':>6} {'busiest link':>12}   work",
+        f"{'':<12} {'error':>7} {'error':>7} {'':>6}   {'fwd':>5} {'':>5} {'busy':>7} {'':>12} max/mean",
+    ]
+    for row in rows:
+        e, r = row.errors, row.report
+        grads = max(e.ours[n] for n in ("dq", "dk", "dv"))
+        forward, backward = (max(row.sent[k]) / 1e6 for k in ("forward", "backward"))
+        lines.append(
+            f"{row.label:<12} {e.ours['out']:>7.1e} {grads:>7.1e} {e.ratio:>5.2f}x   "
+            f"{forward:>5.2f} {backward:>5.2f}  {r.busy:>6.1%} {_busiest(row):>12} {r.balance:>8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _busiest(row: MethodResult) -> str:
+    """The link inside a node that carries most in all, and how much; "all" where all carry as much."""
+    hops, n = row.plan.hops(), row.plan.ranks
+    moved, kv_of_rank = row.plan.amounts(hops)
+    inside = hops.src // row.plan.machine.node_size == hops.dst // row.plan.machine.node_size
+    total = np.bincount((hops.src * n + hops.dst)[inside], moved[inside], minlength=n * n)
+    top = int(total.argmax())
+    name = "all" if row.report.min_load == row.report.max_load else f"{top // n}>{top % n}"
+    return f"{name} {total[top] / kv_of_rank:.3g} KV"
+
+
 def _train(rank: int, group: Any, ranks: int, options: dict[str, Any]) -> list[float]:
     return train(rank, group, ranks, **options)
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: MethodResult) -> dict[str, Any]:
     import json
 
     r = row.report

@@ -2,8 +2,10 @@
 
     out = tasp.attention(q, k, v, plan, group)      # rows in plan.tokens(rank) order, on every rank
 
-Validates on every rank and raises the same error on all of them before anything is exchanged.
-Does not cover: dropout, biases, key/value caches. This file imports torch only when called.
+A call goes through these files, in this order: attention -> validate (this rank's arguments) ->
+handshake (all ranks agree) -> execute (the plan's steps) -> exchange (each step's messages) -> merge
+(partial results into one). Every rank raises the same error before anything is exchanged.
+Does not cover: dropout, biases, KV caches. This file imports torch only when called.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlanError
 from ..planning.heads import split_heads
 from ..planning.plan import Plan
-from .validate import _note, _option_error, _order_error, _validation_error
+from .validate import option_error, order_error, signature_of, validation_error
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from ..kernels.kernel import Kernel
+    from .exchange import Exchange
+    from .ulysses import Ulysses
 
 
 def attention(
@@ -37,23 +41,25 @@ def attention(
     keep_kv: bool = False,
     tokens: Tensor | None = None,
 ) -> Any:
-    """Attention of a packed row whose tokens are spread over the ranks of `group` by `plan`.
+    """Attention of a packed sequence whose tokens are spread over the ranks of `group` by `plan`.
 
     Args:
         q: [t, Hq, Dk], t = plan.num_tokens(rank) rows in plan.tokens(rank) order; or [B, t, Hq, Dk],
-            where every one of the B rows follows the plan. Strided views are fine.
+            where each of the B packed sequences follows the plan. Strided views are fine.
         k: [t, Hkv, Dk] or [B, t, Hkv, Dk]; Hkv divides Hq.
         v: [t, Hkv, Dv] or [B, t, Hkv, Dv].
         plan: the same plan on every rank.
-        group: a torch.distributed process group of plan.ranks ranks; None: the default group, or a
-            single process when plan.ranks is 1.
+        group: a torch.distributed process group of plan.ranks ranks, or an `Exchange`
+            (runtime/exchange.py); None: the default group, or a single process when plan.ranks is 1.
         scale: factor on the scores; default Dk ** -0.5.
         kernel: "auto", "math", "aten" or "flash", or a `kernels.Kernel` of your own.
         return_lse: also return the log-sum-exp of the scores, [t, Hq] or [B, t, Hq], not
             differentiable, float32 (float64 for float64 inputs).
-        grad_comm_dtype: dtype of key/value gradients on the wire; default float32 (float64).
-        keep_kv: keep the keys and values that arrive for the backward pass, in which they then do
-            not travel again; memory for all keys a rank needs instead of two shards. Default: no.
+        grad_comm_dtype: dtype in which the gradients of K and V travel; default float32 (float64).
+        keep_kv: keep the KV that arrives for the backward pass, in which it then does not travel
+            again; memory for all KV that a rank needs instead of two shards. Default: no.
+        tokens: [t] int64, the id of the token in each row, plan.tokens(rank) if the order is right;
+            compared with the plan. Default: the order is not checked.
 
     Returns:
         out [t, Hq, Dv] or [B, t, Hq, Dv] in q's dtype. Differentiable once, in q, k and v.
@@ -62,14 +68,25 @@ def attention(
         PlanError: on every rank, when any rank's tensors or plan do not fit; says which and why.
         TransportError: a peer stopped answering.
         ImportError: torch is missing, or older than the oldest that was tried.
+
+    >>> import torch
+    >>> from tasp_core import launch, plan, shard
+    >>> p = plan([3, 5], ranks=2)
+    >>> q, k, v = (torch.ones(p.docs.total, heads, 16) for heads in (4, 2, 2))
+    >>> def run(rank, group):
+    ...     out = attention(*(shard(x, p, rank) for x in (q, k, v)), p, group)
+    ...     return list(out.shape)
+    >>> launch(run, 2)
+    [[4, 4, 16], [4, 4, 16]]
     """
     from .. import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch
 
-    from ..runtime import checkpointing as recompute
+    from . import checkpointing
 
     # one graph break where torch.compile traces a model; eager code does not pay for it
-    run = recompute.opaque() if torch.compiler.is_compiling() else recompute.once
+    tracing = torch.compiler.is_compiling()
+    run = checkpointing.opaque() if tracing else checkpointing.run_or_recall
     return run(
         _attention,
         q,
@@ -102,32 +119,24 @@ def _attention(
 ) -> Any:
     """`attention` itself."""
     import torch
-    import torch.distributed as dist
 
     from ..kernels.resolve import resolve
-    from .exchange import Exchange, carriage_error
     from .execute import Attention, Context
 
     q, k, v = _autocast(q, k, v)
-    exchange = None
-    ranks = getattr(plan, "ranks", 0)
-    if group is not None or (dist.is_available() and dist.is_initialized() and ranks != 1):
-        device = q.device if isinstance(q, torch.Tensor) else None
-        exchange = Exchange(group, _members(plan, group), device)
-    rank = exchange.own if exchange else 0
-    error = _validation_error(q, k, v, plan, rank, exchange.world if exchange else 1, kernel)
-    error = error or _option_error(scale, grad_comm_dtype) or _order_error(tokens, plan, rank)
-    note: dict[str, str] = {}
-    if exchange and exchange.world > 1:
-        error = error or carriage_error(exchange.group, q.device)
-        if not error:
-            note = _note(q, k, v, plan, scale, grad_comm_dtype)
-            note |= {"keep_kv": str(bool(keep_kv)), "device": q.device.type}
-            note["q, k or v require gradients"] = str(_differentiates(q, k, v))
-        call = exchange.handshake(
-            {"error": error} if error else note | {"pass": "the forward pass"}
-        )
-        note["pass"] = f"the backward pass of call {call}"
+    exchange = _exchange(group, plan, q.device if isinstance(q, torch.Tensor) else None)
+    rank, group_size = (exchange.group_rank, exchange.group_size) if exchange else (0, 1)
+    error = validation_error(q, k, v, plan, rank, group_size, kernel)
+    error = error or option_error(scale, grad_comm_dtype) or order_error(tokens, plan, rank)
+    signature: dict[str, str] = {}  # of the backward pass
+    if exchange and group_size > 1:
+        error = error or exchange.carriage_error(q.device)
+        if error:
+            call = exchange.handshake({"error": error})
+        else:
+            signature = signature_of(q, k, v, plan, scale, grad_comm_dtype, keep_kv=bool(keep_kv))
+            call = exchange.handshake({**signature, "pass": "the forward pass"})
+        signature["pass"] = f"the backward pass of call {call}"
     if error:
         raise PlanError(f"rank {rank}: {error}")
 
@@ -142,8 +151,8 @@ def _attention(
         q.shape[-1] ** -0.5 if scale is None else scale,
         grad_comm_dtype,
         bool(keep_kv),
-        _ulysses(exchange.group, plan, rank, q, k) if exchange and plan.intra > 1 else None,
-        note,
+        _ulysses(exchange, plan, q, k) if exchange and plan.intra > 1 else None,
+        signature,
     )
     out, lse = Attention.apply(context, q, k, v)
     if batched:
@@ -167,31 +176,41 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(map(cast, tensors))
 
 
-def _differentiates(*tensors: Tensor) -> bool:
-    """Whether a backward pass may follow, in which all ranks must take part."""
-    import torch
+def _exchange(group: Any, plan: Any, device: torch.device | None) -> Exchange | None:
+    """What carries the call's messages; None: this process runs the plan alone."""
+    import torch.distributed as dist
 
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    from .exchange import Exchange, exchange_of
+
+    if isinstance(group, Exchange):
+        return group
+    started = dist.is_available() and dist.is_initialized()
+    if group is None and not (started and getattr(plan, "ranks", 0) != 1):
+        return None
+    return exchange_of(group, members_of(plan, group), device)
 
 
-def _members(plan: Any, group: Any) -> Sequence[int] | None:
-    """The ranks that run the inner plan together with this one; None: all, or not known yet."""
+def members_of(plan: Any, group: Any) -> Sequence[int] | None:
+    """The ranks of `group` that run the context-parallel plan together with this one; None: all.
+
+    Anything that is not a plan for this group has all: `validation_error` says what is wrong with it.
+    """
     import torch.distributed as dist
 
     if not isinstance(plan, Plan) or plan.intra == 1:
         return None
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    return range(rank % plan.intra, world, plan.intra) if world == plan.ranks else None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return range(rank % plan.intra, size, plan.intra) if size == plan.ranks else None
 
 
-def _ulysses(group: Any, plan: Plan, rank: int, q: Tensor, k: Tensor) -> Any:
-    """The exchange of heads for tokens in a rank's Ulysses group."""
+def _ulysses(exchange: Exchange, plan: Plan, q: Tensor, k: Tensor) -> Ulysses:
+    """The exchange of heads for tokens in this rank's Ulysses group."""
     import numpy as np
 
     from .ulysses import Group, Ulysses
 
-    index, member = divmod(rank, plan.intra)
+    index, member = divmod(exchange.group_rank, plan.intra)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     counts = tuple(np.diff(plan.member_tokens(index)).tolist())
     split = tuple(split_heads(heads, kv_heads, plan.intra))
-    return Ulysses(Group(group, index * plan.intra, member, counts, split), heads, kv_heads)
+    return Ulysses(Group(exchange, index * plan.intra, member, counts, split), heads, kv_heads)

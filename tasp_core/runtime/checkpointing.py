@@ -1,12 +1,12 @@
-"""Activation checkpointing that does not run attention, and its messages, a second time.
+"""Activation checkpointing that does not repeat attention or its messages.
 
     checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
     model.gradient_checkpointing_enable(                       # transformers
         {"use_reentrant": False, "context_fn": keep_attention})
 
 Within the region every `tasp.attention` keeps its result and what its backward pass needs (q, k, v, out,
-lse); all else is recomputed. What is kept must not be changed in place afterwards: that raises, as it
-does in autograd. Without `keep_attention` checkpointing is right too, and exchanges again.
+lse); everything else is recomputed. Tensors that are kept must not be changed in place afterwards: that
+raises, as it does in autograd. Without `keep_attention` checkpointing is right too, but exchanges again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _region: ContextVar[_Region | None] = ContextVar("tasp_region", default=None)
 
 
 class _Run(AbstractContextManager[None]):
-    """The first run of a region, or a recomputation of it; a graph that is kept is recomputed anew."""
+    """The first run of a region, or a recomputation; each backward pass over a kept graph recomputes."""
 
     def __init__(self, region: _Region, *, first: bool) -> None:
         self.region, self.first = region, first
@@ -128,15 +128,15 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     return _Run(region, first=True), _Run(region, first=False)
 
 
-def once(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn(*args, **kwargs), or what it returned before when a kept region is recomputed."""
+def run_or_recall(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """fn(*args, **kwargs); where a region under keep_attention is recomputed, its first result."""
     region = _region.get()
     return fn(*args, **kwargs) if region is None else region.run(fn, args, kwargs)
 
 
 def opaque() -> Callable[..., Any]:
-    """`once` as torch.compile must take it: called as it is, not traced.
+    """`run_or_recall` for torch.compile: called as it is, not traced.
 
-    Tracing would follow exchanges and kernels into code that it changes or cannot run.
+    Tracing would enter exchanges and kernels, code that it changes or cannot run.
     """
-    return torch.compiler.disable(once)
+    return torch.compiler.disable(run_or_recall)

@@ -1,160 +1,178 @@
-"""Messages of one step between the ranks of a group, and the handshake of a call.
+"""How ranks exchange rows of their buffers: the protocol `Exchange`, and what carries it.
 
-`p2p` posts one send or receive a peer and kind, or one a message where these are large, in an order
-both ends agree on; `all_to_all` packs a step into one collective (every link of K_n at once). A
-message that does not arrive raises `TransportError` with rank, step, peer and share. How long to wait
-is the group's own time-out.
+    exchange = exchange_of(group, device=q.device)   # GlooExchange or NcclExchange, by the group
+    exchange.handshake(signature)                    # what this rank is about to do
+    wait = exchange.post(t, sends, recvs, buffers)   # starts the messages of step t
+    ...                                              # compute on what has arrived before
+    wait()                                           # all ranks agree, and the step's messages are there
 
-Every pass begins with a handshake: the ranks compare, on the host and over a gloo group of its own,
-what each is about to do. A GPU is not waited for.
-Ranks in messages to the user are those of the process group.
+`attention` takes an `Exchange` in the place of a process group, so another way to exchange is one class
+in one file. Others: `CountingExchange` below, and in lab/bench `InProcessExchange` (one_process.py) and
+`NoOpExchange` (passes.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PlanError, TransportError
-from ..lowering.program import RECEIVES, Message, Step
+from ..lowering.program import RECEIVES, Message
 from ..schedules import DKV, KINDS, KV
+from .handshake import Handshake
 from .packing import TAGS, Buffers, PackedMessage, packed_messages, put_rows, take_rows
+from .process_group import GroupRank, carriage_error, over_nccl, ranks_text
 
 Wait = Callable[[], None]
-Way = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
-NOTE_BYTES = 1 << 15  # of a note that is told to the other ranks
+Transfer = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
 STEPS = (
     1 << 4
-)  # told apart in tags, which have 31 bits: 15 of tag prefix, 4 of these, 12 of a message
-PREFIXES = 1 << 15
-REPORT_S = 2.0  # after a failure, how long ranks wait for each other's word on where they are
-_CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of attention, by group
-_BACKENDS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
-_CONTROL: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # gloo groups for handshakes
-_AGREED: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()  # NCCL groups' digests
-_SPENT: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # tag prefixes of failed handshakes
-_JOINED: WeakKeyDictionary[Any, bool] = (
-    WeakKeyDictionary()
-)  # NCCL groups that have their communicator
-_ABANDONED: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # messages of refused calls
-_FAILURES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # exchanges that failed, by group
+)  # that tags tell apart: of 31 bits 15 are the handshake's prefix, 4 the step, 12 the message
 
 
-def _finished() -> None:
-    """Nothing to compare."""
+def _nothing() -> None:
+    """The wait of what is there already."""
 
 
-def read_backends(config: str) -> dict[str, str]:
-    """Each device type's backend, from torch's text of a group's backends.
+class Exchange(ABC):
+    """One rank's side of all that the ranks of a plan exchange.
 
-    >>> read_backends("cpu:gloo,cuda:nccl")
-    {'cpu': 'gloo', 'cuda': 'nccl'}
-    """
-    return dict(part.split(":", 1) for part in config.lower().split(",") if ":" in part)
+    A new one defines `post`, and what else its plans need:
 
+        method                         called                                           default
+        post                           at each step of plans with exchange="p2p"        -
+        post_all_to_all                at each step of plans with "all_to_all"          post
+        all_gather                     at step 0 of schedule all_gather's passes        refused
+        all_to_all                     around each pass, with a Ulysses degree above 1  refused
+        handshake, finish_handshake    before each pass, and before its results count   all agree
 
-def backend_of(group: Any, device_type: str) -> str | None:
-    """The backend that carries tensors of a device type in this group, e.g. "nccl"; None: none does.
-
-    A group may have several ("cpu:gloo,cuda:nccl"; so has one made without a name), so its own name
-    does not tell. Remembered: asking torch takes as long as a message.
-    """
-    if (found := _BACKENDS.get(group)) is None:
-        found = _BACKENDS[group] = read_backends(dist.get_backend_config(group))
-    return found.get(device_type)
-
-
-def over_nccl(group: Any, device_type: str) -> bool:
-    """Whether NCCL (or RCCL) carries tensors of this device type in the group."""
-    return backend_of(group, device_type) == "nccl"
-
-
-def carriage_error(group: Any, device: torch.device) -> str:
-    """Why tensors of this device cannot travel in the group, or ""."""
-    backend = backend_of(group, device.type)
-    if backend == {"cpu": "gloo", "cuda": "nccl"}.get(device.type, backend) and backend:
-        return ""
-    wanted = {"cpu": "'gloo'", "cuda": "'nccl'"}.get(device.type, "its own backend")
-    carrier = (
-        f"carries {device.type} tensors by {backend}" if backend else "has no backend for them"
-    )
-    return (
-        f"tensors are on {device}, and the process group {carrier}; make the group with backend "
-        f"{wanted} or 'cpu:gloo,cuda:nccl'"
-    )
-
-
-def _store(group: Any) -> Any:
-    """The group's own key-value store."""
-    found = getattr(group, "get_group_store", None)
-    return found() if found else dist.distributed_c10d._get_process_group_store(group)
-
-
-def control_group(group: Any) -> Any:
-    """A gloo group of the same ranks that nobody else uses: handshakes meet handshakes only.
-
-    On the group itself they would meet collectives that its user has under way, which each rank may
-    post at another time. Made at the first handshake, with the group's time-out, by its ranks alone.
-    """
-    if (found := _CONTROL.get(group)) is None:
-        timeout = dist.default_pg_timeout
-        for device_type in ("cpu", "cuda"):
-            if backend_of(group, device_type) in ("gloo", "nccl"):
-                timeout = group._get_backend(torch.device(device_type)).options._timeout
-                break
-        store = dist.PrefixStore("tasp_handshake", _store(group))
-        found = _CONTROL[group] = dist.ProcessGroupGloo(
-            store, dist.get_rank(group), dist.get_world_size(group), timeout
-        )
-    return found
-
-
-def post(group: Any, recvs: Sequence[Way], sends: Sequence[Way]) -> list[Any]:
-    """Start receives, then sends: one handle each, or of NCCL one for all.
-
-    gloo sends once it hears that the receiver is ready, and that word must not queue up behind a
-    message's bytes.
-    """
-    device_type = next((rows.device.type for rows, _, _ in (*recvs, *sends)), "cpu")
-    if not over_nccl(group, device_type):  # isend and irecv check as long as the call itself takes
-        return [
-            *(group.recv([rows], peer, tag) for rows, peer, tag in recvs),
-            *(group.send([rows], peer, tag) for rows, peer, tag in sends),
-        ]
-    ops = [
-        dist.P2POp(op, rows, group=group, tag=tag, group_peer=peer)
-        for op, ways in ((dist.irecv, recvs), (dist.isend, sends))
-        for rows, peer, tag in ways
-    ]
-    return list(dist.batch_isend_irecv(ops)) if ops else []
-
-
-def _ranks(some: Sequence[int]) -> str:
-    """Ranks in words.
-
-    >>> _ranks([3]), _ranks([0, 2])
-    ('rank 3', 'ranks 0, 2')
-    """
-    return f"rank{'s' * (len(some) != 1)} {', '.join(map(str, some))}"
-
-
-class Exchange:
-    """The ranks of one process group, or some of them, for one plan's passes.
+    What `post`, `post_all_to_all` and `all_gather` start, the returned function waits for. Until then
+    rows that are sent do not change, and rows that arrive are not read. A wait finishes the handshake
+    first, so that no rank computes with what another one meant otherwise. All ranks of a plan call
+    these methods in the same order of steps.
 
     Args:
-        members: the ranks of `group` that take part, in plan order; None: all of them. Handshakes
-            and collectives are still called by all ranks of `group`, each with its own members.
-        device: of the tensors that travel.
+        rank, ranks: this rank among those of the plan that runs, and their number.
+        group_rank, group_size: the same among all ranks that call `attention` together; a plan with a
+            Ulysses degree runs in several subsets of them. Default: the same.
+
+    Messages name peers by their rank in the plan. Between two ranks the i-th message that one sends in
+    a step is the i-th that the other one receives.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, group_rank: int | None = None, group_size: int | None = None
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.group_rank = rank if group_rank is None else group_rank
+        self.group_size = ranks if group_size is None else group_size
+
+    # ---- agreement
+
+    def carriage_error(self, device: torch.device) -> str:
+        """Why tensors of this device cannot travel, or ""."""
+        return ""
+
+    def handshake(
+        self,
+        signature: Mapping[str, str],
+        error: type[ValueError] = PlanError,
+        *,
+        begins: bool = True,
+    ) -> int:
+        """Start to compare what every rank is about to do; `finish_handshake`, or the first wait, ends it.
+
+        Args:
+            signature: what must be equal on all ranks; the key "pass" says which pass it is, the key
+                "error" holds what is wrong with this rank's own arguments.
+            error: what is raised where ranks differ.
+            begins: whether a new call begins; False for another pass of a call, whose "pass" says of
+                which.
+
+        Returns:
+            the number of the call in this group, from 1.
+        """
+        return 0
+
+    def finish_handshake(self) -> None:
+        """End the handshake; the same error on all ranks where they differ.
+
+        Raises:
+            error of `handshake`: a rank's own error, or the ranks that differ and in what.
+        """
+        return
+
+    # ---- messages
+
+    @abstractmethod
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        """Start the messages of step t.
+
+        Args:
+            buffers: by name, [rows, heads, dim] each. A message of kind k travels in the dtype of
+                buffers[RECEIVES[k]].
+
+        Raises:
+            TransportError: here or in the wait, a message cannot be exchanged; with rank, step and peer.
+        """
+
+    def post_all_to_all(
+        self,
+        t: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: Buffers,
+        kinds: Sequence[int] = (KV, DKV),
+    ) -> Wait:
+        """`post` as one all-to-all for each kind of message.
+
+        Args:
+            kinds: of which there are messages in the pass, on any rank: all ranks call the collective of
+                each, in this order, with or without messages of their own.
+        """
+        return self.post(t, sends, recvs, buffers)
+
+    def all_gather(self, own: Tensor, gathered: Tensor, rows: int) -> Wait:
+        """Start to bring every rank's rows to all ranks.
+
+        Args:
+            own: [t, heads, dim], up to `rows` rows of this rank.
+            gathered: [ranks * rows, heads, dim], to be filled in rank order; rows that a rank does not
+                have are unspecified.
+        """
+        raise PlanError(f"{type(self).__name__} has no all-gather; use another schedule")
+
+    def all_to_all(
+        self, peers: Sequence[int], parts: Sequence[Tensor], shapes: Sequence[torch.Size], what: str
+    ) -> list[Tensor]:
+        """Send parts[j] to peers[j], and return what peers[j] has sent, of shapes[j].
+
+        Args:
+            peers: consecutive ranks of the group, this one among them, that all call this together.
+            what: is exchanged, for errors.
+        """
+        raise PlanError(
+            f"{type(self).__name__} exchanges no {what}; use a Ulysses degree (intra) of 1"
+        )
+
+
+class ProcessGroupExchange(Exchange):
+    """The ranks of one torch process group, or some of them, for one plan's passes.
+
+    Args:
+        group: the process group; None: the default one.
+        members: the ranks of `group` that run the plan together, in plan order; None: all of them.
+            Handshakes and collectives are still called by all ranks of `group`, each with its members.
+        device: of the tensors that travel; default: the CPU.
     """
 
     def __init__(
@@ -163,241 +181,111 @@ class Exchange:
         members: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.group: Any = dist.group.WORLD if group is None else group
-        self.own, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.own < 0:
-            raise PlanError("this process is not in the group it passed to attention")
-        self.members = list(range(self.world) if members is None else members)
-        self.rank, self.ranks = self.members.index(self.own), len(self.members)
+        self.me = GroupRank(group)
+        self.group = self.me.group
+        self.members = list(range(self.me.size) if members is None else members)
         self.device = device or torch.device("cpu")
-        self.nccl = over_nccl(self.group, self.device.type)
-        self._salt, self._open = 0, _finished
-        self.doing = "its first exchange"  # in words, for a peer that waits for this rank
-
-    def failure(
-        self, what: str, error: RuntimeError, peers: Sequence[int] = (), *, collective: bool = False
-    ) -> TransportError:
-        """A failure of gloo or NCCL as an error that says who waited for what.
-
-        A collective's own error names no rank, so the ranks that have failed tell each other.
-
-        Args:
-            peers: ranks of the group that were waited for.
-        """
-        where = ""
-        if collective:
-            where, peers = self._whereabouts()
-        return TransportError(
-            f"rank {self.own}, {what} failed; {where}look for that rank's own error first. "
-            f"({str(error).splitlines()[0]})",
-            peers=[dist.get_global_rank(self.group, r) for r in peers],
+        self._handshake = Handshake(self.me)
+        super().__init__(
+            self.members.index(self.me.rank), len(self.members), self.me.rank, self.me.size
         )
 
-    @contextmanager
-    def _naming(self, t: int, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.failure(f"step {t}: {what}", error, collective=True) from error
+    # ---- agreement
 
-    def _whereabouts(self) -> tuple[str, list[int]]:
-        """After a failed collective: where ranks say that they are, and the ranks that say nothing."""
-        turn = _FAILURES[self.group] = _FAILURES.get(self.group, 0) + 1
-        said: dict[int, str] = {}
-        with suppress(Exception):  # the store may be gone with the rank that held it
-            store = _store(self.group)
-
-            def key(rank: int) -> str:
-                return f"tasp_failure/{turn}/{rank}"
-
-            store.set(key(self.own), self.doing)
-            end = time.monotonic() + REPORT_S
-            while len(said) < self.world and time.monotonic() < end:
-                for r in range(self.world):
-                    if r not in said and store.check([key(r)]):
-                        said[r] = store.get(key(r)).decode()
-                time.sleep(0.05)
-        silent = [r for r in range(self.world) if r not in said]
-        places: dict[str, list[int]] = {}
-        for r, text in sorted(said.items()):
-            places.setdefault(text, []).append(r)
-        parts = [f"{_ranks(some)} in {text}" for text, some in places.items()]
-        if silent:
-            parts.append(f"{_ranks(silent)} did not take part and reported no failure")
-        return f"{'; '.join(parts)}; ", silent
+    def carriage_error(self, device: torch.device) -> str:
+        return carriage_error(self.group, device)
 
     def handshake(
-        self, note: dict[str, str], error: type[ValueError] = PlanError, *, begins: bool = True
+        self,
+        signature: Mapping[str, str],
+        error: type[ValueError] = PlanError,
+        *,
+        begins: bool = True,
     ) -> int:
-        """Start to compare what every rank is about to do; `finish_handshake`, or the first wait, ends it.
-
-        Until then tags keep messages of ranks that do not agree from meeting. NCCL has no tags: there
-        a note that this group has not agreed on yet is compared at once.
-
-        Args:
-            note: what must be equal on all ranks; the key "error" holds a rank's own validation_error.
-            begins: whether a new call begins; False for another pass of a call, whose note says of
-                which.
-
-        Returns:
-            the number of the call in this group, from 1.
-        """
-        calls = _CALLS[self.group] = _CALLS.get(self.group, 0) + begins
-        note = {key: value[:400] for key, value in note.items()}
-        what = hashlib.sha256(json.dumps(note).encode()).digest()
-        text = json.dumps(note | {"call": str(calls)} if begins else note).encode()
-        self.doing = note.get("pass", "a forward pass") + (f" of call {calls}" if begins else "")
-        digest = hashlib.sha256(text).digest()
-        self._salt = self._prefix(digest)
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        everyone = mine.repeat(self.world, 1)
-        received = torch.empty_like(everyone)  # all at once: a gather would walk a ring
-        try:
-            work = control_group(self.group).alltoall_base(received, everyone, [], [])
-        except RuntimeError as failed:
-            what_failed = "meeting the other ranks to compare plans"
-            raise self.failure(what_failed, failed, collective=True) from failed
-
-        def finish() -> None:
-            with self._naming(0, "comparing plans with the other ranks"):
-                work.wait()
-            if note.get("error") or bool((received != everyone).any()):
-                # messages of this call may wait for ever; no later one may meet them
-                spent = _SPENT.setdefault(self.group, set())
-                if len(spent) > PREFIXES // 2:
-                    spent.clear()
-                spent.update([self._prefix(row.numpy().tobytes()) for row in received])
-                self._explain(text, error)
-            self._join()
-            agreed = _AGREED.setdefault(self.group, {})
-            agreed[what] = None
-            if len(agreed) > 4096:
-                agreed.pop(next(iter(agreed)))
-
-        self._open = finish
-        if note.get("error") or (self.nccl and what not in _AGREED.get(self.group, {})):
+        call = self._handshake.begin(signature, error, begins=begins)
+        if signature.get("error"):
             self.finish_handshake()
-        return calls
-
-    def _join(self) -> None:
-        """Make NCCL's communicator before the first message of a group.
-
-        It is made at the first call, in which every rank must take part; a rank without messages in a
-        step does not.
-        """
-        if self.nccl and not _JOINED.get(self.group):
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-            _JOINED[self.group] = True
-
-    def _prefix(self, digest: bytes) -> int:
-        """The tag prefix of a note: 15 bits of its digest that no failed handshake has used."""
-        prefix, spent = int.from_bytes(digest[:2], "big") >> 1, _SPENT.get(self.group, ())
-        while prefix in spent:
-            prefix = (prefix + 1) % PREFIXES
-        return prefix
+        return call
 
     def finish_handshake(self) -> None:
-        """End the handshake; the same error on all ranks where they differ.
+        self._handshake.finish()
 
-        Raises:
-            error of `handshake`: a rank's validation_error, or the ranks that differ and in what.
-        """
-        finish, self._open = self._open, _finished
-        finish()
+    # ---- messages
 
-    def _explain(self, text: bytes, error: type[ValueError]) -> None:
-        mine = torch.frombuffer(bytearray(text.ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        with self._naming(0, "hearing what the other ranks are about to do"):
-            control_group(self.group).allgather([everyone], [mine]).wait()
-        notes = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in everyone]
-        errors = [f"rank {r}: {n['error']}" for r, n in enumerate(notes) if n.get("error")]
-        if errors:
-            more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-            raise error(errors[0] + more)
-        lines = []
-        for key in {key: None for n in notes for key in n}:
-            values = [n.get(key) for n in notes]
-            if (
-                len(set(values)) > 1 and None not in values
-            ):  # not what other passes have no word for
-                usual = max(values, key=values.count)
-                others = [r for r, v in enumerate(values) if v != usual]
-                odd = ", ".join(f"rank {r} has {values[r]}" for r in others[:4])
-                lines.append(f"{key}: {odd}; the others have {usual}")
-        raise error(
-            "ranks are about to do different things, no result is returned; give every rank the same "
-            "documents, options and shapes, and let all call in the same order. "
-            + "; ".join(lines)
-            + "."
+    @abstractmethod
+    def transfer(self, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> list[Any]:
+        """Start receives and sends of contiguous rows; their handles."""
+
+    def start(self, t: int, recvs: list[PackedMessage], sends: list[PackedMessage]) -> list[Any]:
+        """Start a step's messages; their handles."""
+        first_tag = (self._handshake.tag_prefix * STEPS + t % STEPS) * TAGS
+        incoming, outgoing = (
+            [(p.rows, self.members[p.message.peer], first_tag + p.tag) for p in packed]
+            for packed in (recvs, sends)
         )
+        return self.transfer(incoming, outgoing)
 
-    def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
-        """Start the step's sends and receives; the returned function waits for all of them."""
-        recvs, landing = packed_messages(step.recvs, buffers, receive=True)
-        sends, _ = packed_messages(step.sends, buffers, receive=False)
-        posted = [*recvs, *sends]
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        incoming, scattered = packed_messages(recvs, buffers, receive=True)
+        outgoing, _ = packed_messages(sends, buffers, receive=False)
+        posted = [*incoming, *outgoing]
         if not posted:
-            return lambda: None
-
-        peers = sorted({self.members[p.message.peer] for p in posted})
-
-        def failed(i: int, error: RuntimeError) -> TransportError:
-            if len(pending) < len(posted):  # NCCL: one handle for all messages
-                return self.failure(f"step {t}: exchanging with {_ranks(peers)}", error, peers)
-            m, peer = posted[i].message, self.members[posted[i].message.peer]
-            # with Ulysses a rank holds some heads of its group's tokens: the share is that rank's
-            name = f"{KINDS[m.kind]}{self.members[m.owner]}.{m.share}"
-            name += " and more" * (len(m.ranges) > 1)
-            what = f"waiting for {name} from" if i < len(recvs) else f"sending {name} to"
-            return self.failure(f"step {t}: {what} rank {peer}", error, [peer])
-
+            return _nothing
         try:
-            pending = self.start(t, recvs, sends)
+            handles = self.start(t, incoming, outgoing)
         except RuntimeError as error:
-            what = f"step {t}: posting {len(posted)} messages to and from {_ranks(peers)}"
-            raise self.failure(what, error, peers) from error
+            peers = self._peers(posted)
+            what = f"step {t}: posting {len(posted)} messages to and from {ranks_text(peers)}"
+            raise self.me.failure(what, error, peers) from error
 
         def wait() -> None:
             try:
                 self.finish_handshake()
             except BaseException:
                 # what is on its way must find its rows, or gloo never reads that connection again
-                kept = _ABANDONED.setdefault(self.group, deque(maxlen=16))
-                kept.append((pending, posted, landing))
+                self.me.state.refused_messages.append((handles, posted, scattered))
                 raise
-            for i, work in enumerate(pending):
+            for i, handle in enumerate(handles):
                 try:
-                    work.wait()
+                    handle.wait()
                 except RuntimeError as error:
-                    raise failed(i, error) from error
-            for messages, rows in landing:
+                    what, peers = self._waits_for(posted, i, len(incoming))
+                    raise self.me.failure(f"step {t}: {what}", error, peers) from error
+            for messages, rows in scattered:
                 put_rows(messages, rows, buffers)
 
         return wait
 
-    def start(self, t: int, recvs: list[PackedMessage], sends: list[PackedMessage]) -> list[Any]:
-        """Post a step's messages."""
-        first = (self._salt * STEPS + t % STEPS) * TAGS
-        sides = (
-            [(p.rows, self.members[p.message.peer], first + p.tag) for p in some]
-            for some in (recvs, sends)
-        )
-        return post(self.group, *sides)
+    def _peers(self, posted: Sequence[PackedMessage]) -> list[int]:
+        return sorted({self.members[p.message.peer] for p in posted})
+
+    def _waits_for(
+        self, posted: Sequence[PackedMessage], i: int, received: int
+    ) -> tuple[str, list[int]]:
+        """What the i-th handle waits for, in words, and its peers; the first `received` are receives."""
+        m, peer = posted[i].message, self.members[posted[i].message.peer]
+        # with Ulysses a rank holds some heads of its group's tokens: the share is that rank's
+        share = f"{KINDS[m.kind]}{self.members[m.owner]}.{m.share}"
+        share += " and more" * (len(m.ranges) > 1)
+        what = f"waiting for {share} from" if i < received else f"sending {share} to"
+        return f"{what} rank {peer}", [peer]
 
     def post_all_to_all(
-        self, t: int, step: Step, buffers: Buffers, kinds: Sequence[int] = (KV, DKV)
+        self,
+        t: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: Buffers,
+        kinds: Sequence[int] = (KV, DKV),
     ) -> Wait:
-        """The same as one all-to-all for each kind of message; packs, so it needs one more copy.
-
-        Args:
-            kinds: of which there are messages in the pass, on any rank: all ranks call the collective of
-                each, in this order, with or without messages of their own.
+        """As `Exchange.post_all_to_all`; packs a step's messages, so it needs one more copy.
 
         Raises:
             PlanError: a message of another kind, which would stay behind.
         """
-        behind = [m for m in (*step.sends, *step.recvs) if m.kind not in kinds]
+        behind = [m for m in (*sends, *recvs) if m.kind not in kinds]
         if behind:
             m, carried = behind[0], ", ".join(KINDS[kind] for kind in kinds)
             raise PlanError(
@@ -405,53 +293,261 @@ class Exchange:
                 f"all-to-all carries {carried or 'nothing'}; name its kind in the schedule's kinds()"
             )
         self.finish_handshake()
-        finish = []
+        started = []
         for kind in kinds:
             # a rank that moves no queries has no buffer of theirs, and no rows to send or receive
-            like = buffers.get(RECEIVES[kind], buffers["kv"][:0])
-            out = [m for m in step.sends if m.kind == kind]
-            into = [m for m in step.recvs if m.kind == kind]
-            send = torch.cat([like[:0], *(take_rows([m], buffers) for m in out)])
-            recv = like.new_empty((sum(m.count for m in into), *like.shape[1:]))
+            buffer = buffers.get(RECEIVES[kind], buffers["kv"][:0])
+            out = [m for m in sends if m.kind == kind]
+            into = [m for m in recvs if m.kind == kind]
+            send = torch.cat([buffer[:0], *(take_rows([m], buffers) for m in out)])
+            recv = buffer.new_empty((sum(m.count for m in into), *buffer.shape[1:]))
             splits = (self._splits(into), self._splits(out))
-            with self._naming(t, "the step's all-to-all"):
+            with self.me.naming(t, "the step's all-to-all"):
                 work = dist.all_to_all_single(recv, send, *splits, group=self.group, async_op=True)
-            finish.append((work, recv, send, into))
+            started.append((work, recv, send, into))
 
         def wait() -> None:
-            for work, recv, _, into in finish:  # what is sent must live until it has left
-                with self._naming(t, "the step's all-to-all"):
+            for work, recv, _, into in started:  # what is sent must live until it has left
+                with self.me.naming(t, "the step's all-to-all"):
                     work.wait()
                 for m, rows in zip(into, recv.split([m.count for m in into]), strict=True):
                     put_rows([m], rows, buffers)
 
         return wait
 
-    def all_gather(self, own: Tensor, arena: Tensor, rows: int) -> Wait:
-        """Every rank's rows, padded to `rows`, into the arena in rank order."""
+    def _splits(self, messages: Iterable[Message]) -> list[int]:
+        sizes = [0] * self.group_size
+        for m in messages:
+            sizes[self.members[m.peer]] += m.count
+        return sizes
+
+    def all_gather(self, own: Tensor, gathered: Tensor, rows: int) -> Wait:
         self.finish_handshake()
         padded = own if len(own) == rows else own.new_zeros((rows, *own.shape[1:]))
         if padded is not own:
             padded[: len(own)] = own
-        everyone = list(arena.unflatten(0, (self.ranks, rows)).unbind())
-        with self._naming(0, "the all-gather of every rank's kv"):
-            if self.ranks == self.world:
+        with self.me.naming(0, "the all-gather of every rank's kv"):
+            if self.ranks == self.group_size:
+                everyone = list(gathered.unflatten(0, (self.ranks, rows)).unbind())
                 work = dist.all_gather(everyone, padded, group=self.group, async_op=True)
             else:  # members of one larger group: the same rows to each of them
-                sizes = [rows if r in self.members else 0 for r in range(self.world)]
+                sizes = [rows if r in self.members else 0 for r in range(self.group_size)]
                 copies = padded.repeat(self.ranks, *(1,) * (padded.dim() - 1))
                 work = dist.all_to_all_single(
-                    arena, copies, sizes, sizes, group=self.group, async_op=True
+                    gathered, copies, sizes, sizes, group=self.group, async_op=True
                 )
 
         def wait() -> None:
-            with self._naming(0, "the all-gather of every rank's kv"):
+            with self.me.naming(0, "the all-gather of every rank's kv"):
                 work.wait()
 
         return wait
 
-    def _splits(self, messages: Iterable[Message]) -> list[int]:
-        sizes = [0] * self.world
-        for m in messages:
-            sizes[self.members[m.peer]] += m.count
-        return sizes
+    def _all_to_all_error(
+        self, peers: Sequence[int], what: str, error: RuntimeError, peer: int | None = None
+    ) -> TransportError:
+        waited = "" if peer is None else f" in waiting for rank {peer}"
+        return self.me.error(
+            f"rank {self.group_rank}: {what} of ranks {peers[0]} to {peers[-1]} were not exchanged"
+            f"{waited}; look for another rank's own error first. ",
+            error,
+            [] if peer is None else [peer],
+        )
+
+
+class GlooExchange(ProcessGroupExchange):
+    """Over gloo, and any backend whose messages have tags: each message has a handle of its own.
+
+    Tags keep messages of ranks that do not agree from meeting, so a handshake may end after the first
+    messages.
+    """
+
+    def transfer(self, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> list[Any]:
+        """Receives first: gloo sends once it hears that the receiver is ready, and that word must not
+        queue up behind a message's bytes.
+        """
+        group = self.group  # dist.isend and irecv check as long as the call itself takes
+        return [
+            *(group.recv([rows], peer, tag) for rows, peer, tag in recvs),
+            *(group.send([rows], peer, tag) for rows, peer, tag in sends),
+        ]
+
+    def all_to_all(
+        self, peers: Sequence[int], parts: Sequence[Tensor], shapes: Sequence[torch.Size], what: str
+    ) -> list[Tensor]:
+        # gloo's own all-to-all leaves links idle: it takes 1.5 times as long on limited ones
+        own, n = peers.index(self.group_rank), len(peers)
+        outgoing = [part.contiguous() for part in parts]
+        incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+        incoming[own] = outgoing[own].view(shapes[own])
+        turns = [(own + d) % n for d in range(1, n)]  # every receiver starts with another
+
+        def transfers(rows: list[Tensor], order: Iterable[int]) -> list[Transfer]:
+            return [(rows[j], peers[j], 0) for j in order if rows[j].numel()]
+
+        recvs, sends = transfers(incoming, reversed(turns)), transfers(outgoing, turns)
+        try:
+            handles = self.transfer(recvs, sends)
+        except RuntimeError as error:
+            raise self._all_to_all_error(peers, what, error) from error
+        for (_, peer, _), handle in zip((*recvs, *sends), handles, strict=True):
+            try:
+                handle.wait()
+            except RuntimeError as error:
+                raise self._all_to_all_error(peers, what, error, peer) from error
+        return incoming
+
+
+class NcclExchange(ProcessGroupExchange):
+    """Over NCCL or RCCL: a step's messages are one batch, and pair up by their order, without tags.
+
+    So a signature on which the group has not agreed yet is compared before the first message.
+    """
+
+    def handshake(
+        self,
+        signature: Mapping[str, str],
+        error: type[ValueError] = PlanError,
+        *,
+        begins: bool = True,
+    ) -> int:
+        call = super().handshake(signature, error, begins=begins)
+        if not self._handshake.known:
+            self.finish_handshake()
+        return call
+
+    def finish_handshake(self) -> None:
+        if self._handshake.is_open:
+            super().finish_handshake()
+            self._make_communicator()
+
+    def _make_communicator(self) -> None:
+        """Make NCCL's communicator before the first message of a group.
+
+        It is made at the first call, in which every rank must take part; a rank without messages in a
+        step does not.
+        """
+        if not self.me.state.has_communicator:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            self.me.state.has_communicator = True
+
+    def transfer(self, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> list[Any]:
+        operations = [
+            dist.P2POp(op, rows, group=self.group, tag=tag, group_peer=peer)
+            for op, transfers in ((dist.irecv, recvs), (dist.isend, sends))
+            for rows, peer, tag in transfers
+        ]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def _waits_for(
+        self, posted: Sequence[PackedMessage], i: int, received: int
+    ) -> tuple[str, list[int]]:
+        if len(posted) == 1:
+            return super()._waits_for(posted, i, received)
+        peers = self._peers(posted)  # one handle for all messages
+        return f"exchanging with {ranks_text(peers)}", peers
+
+    def all_to_all(
+        self, peers: Sequence[int], parts: Sequence[Tensor], shapes: Sequence[torch.Size], what: str
+    ) -> list[Tensor]:
+        """One all-to-all of the group, in which all of its ranks take part, each with its own peers."""
+        out, into = [0] * self.group_size, [0] * self.group_size
+        for peer, part, shape in zip(peers, parts, shapes, strict=True):
+            out[peer], into[peer] = part.numel(), shape.numel()
+        send = torch.cat([part.reshape(-1) for part in parts])
+        recv = send.new_empty(sum(into))
+        try:
+            dist.all_to_all_single(recv, send, into, out, group=self.group)
+        except RuntimeError as error:
+            raise self._all_to_all_error(peers, what, error) from error
+        pieces = recv.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def exchange_of(
+    group: Any, members: Sequence[int] | None = None, device: torch.device | None = None
+) -> ProcessGroupExchange:
+    """The exchange of a process group for tensors of a device; arguments of `ProcessGroupExchange`.
+
+    Raises:
+        PlanError: this process is not in the group.
+    """
+    group = GroupRank(group).group
+    nccl = over_nccl(group, device.type if device else "cpu")
+    return (NcclExchange if nccl else GlooExchange)(group, members, device)
+
+
+class CountingExchange(Exchange):
+    """Another exchange, with the bytes counted that this rank sends over it.
+
+    Attributes:
+        step_bytes: by (step, source, destination) in ranks of the plan, of messages and all-gathers.
+        group_bytes: by (source, destination) in ranks of the group, of `all_to_all`.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange.rank, exchange.ranks, exchange.group_rank, exchange.group_size)
+        self.exchange = exchange
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.step_bytes: Counter[tuple[int, int, int]] = Counter()
+        self.group_bytes: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that were sent since the last reset."""
+        return self.step_bytes.total() + self.group_bytes.total()
+
+    def carriage_error(self, device: torch.device) -> str:
+        return self.exchange.carriage_error(device)
+
+    def handshake(
+        self,
+        signature: Mapping[str, str],
+        error: type[ValueError] = PlanError,
+        *,
+        begins: bool = True,
+    ) -> int:
+        return self.exchange.handshake(signature, error, begins=begins)
+
+    def finish_handshake(self) -> None:
+        self.exchange.finish_handshake()
+
+    def _count(self, t: int, sends: Sequence[Message], buffers: Buffers) -> None:
+        for m in sends:
+            row = math.prod(buffers[m.buffer].shape[1:]) * buffers[RECEIVES[m.kind]].itemsize
+            self.step_bytes[t, self.rank, m.peer] += m.count * row
+
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        self._count(t, sends, buffers)
+        return self.exchange.post(t, sends, recvs, buffers)
+
+    def post_all_to_all(
+        self,
+        t: int,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: Buffers,
+        kinds: Sequence[int] = (KV, DKV),
+    ) -> Wait:
+        self._count(t, sends, buffers)
+        return self.exchange.post_all_to_all(t, sends, recvs, buffers, kinds)
+
+    def all_gather(self, own: Tensor, gathered: Tensor, rows: int) -> Wait:
+        for peer in range(self.ranks):
+            if peer != self.rank:
+                size = rows * math.prod(own.shape[1:]) * own.itemsize
+                self.step_bytes[0, self.rank, peer] += size
+        return self.exchange.all_gather(own, gathered, rows)
+
+    def all_to_all(
+        self, peers: Sequence[int], parts: Sequence[Tensor], shapes: Sequence[torch.Size], what: str
+    ) -> list[Tensor]:
+        for peer, part in zip(peers, parts, strict=True):
+            if peer != self.group_rank:
+                self.group_bytes[self.group_rank, peer] += part.numel() * part.itemsize
+        return self.exchange.all_to_all(peers, parts, shapes, what)

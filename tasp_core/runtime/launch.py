@@ -40,10 +40,9 @@ class RankError(RuntimeError):
     """Ranks that raised, died or hung.
 
     Attributes:
-        errors: what each such rank said, by rank.
-        first: the rank at fault, as far as the others' words tell: one that waited for another rank in
-            vain is not.
-        cause: what `first` raised; None where it died or hung.
+        errors: the text of each such rank's error, by rank.
+        first: the rank at fault, as far as the reports tell; not one that waited for another in vain.
+        cause: the exception that `first` raised; None where it died or hung.
     """
 
     def __init__(self, errors: dict[int, str], first: int, cause: BaseException | None) -> None:
@@ -85,10 +84,10 @@ def _waited_for(error: BaseException | None) -> tuple[int, ...] | None:
 
 
 def _share_cores() -> None:
-    """Let ranks that share cores finish their turns, unless the user has set another policy.
+    """Let ranks that share cores finish their time slices, unless the user has set another policy.
 
-    A rank stopped in the midst of sending, by one that wakes up, keeps its connection locked, and
-    gloo's own thread spins on it.
+    A rank that is preempted while it sends keeps its connection locked, and gloo's own thread spins on
+    the lock.
     """
     with suppress(AttributeError, OSError):  # macOS has none, a sandbox may refuse
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
@@ -113,8 +112,8 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    reported, held = leave
-    held.close()  # the parent's end alone keeps this process here
+    all_reported, writer = leave
+    writer.close()  # the parent's copy alone keeps this process here
     torch.set_num_threads(1)  # a forked OpenMP pool can hang
     _share_cores()
     stacks = open(f"{path}.{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
@@ -134,7 +133,7 @@ def _child(
         result = fn(rank, dist.group.WORLD, *args)
         pipe.send_bytes(pickle.dumps((True, result)))
         # nobody leaves while a peer still reads from it; a barrier's messages could be taken for a user's
-        reported.poll(timeout_s)
+        all_reported.poll(timeout_s)
     except BaseException as error:
         failure = _Failure(traceback.format_exc(), error, _waited_for(error))
         try:
@@ -170,6 +169,9 @@ def launch(
         PlanError: ranks below 1, impossible time-outs, or a platform that cannot fork.
         ImportError: torch is missing, or older than the oldest that was tried.
         RankError: names the rank that raised, died or hung first; all ranks are ended.
+
+    >>> launch(lambda rank, group, base: base + rank, 3, 10)
+    [10, 11, 12]
     """
     if isinstance(ranks, bool | str) or int(ranks) != ranks or ranks < 1:
         raise PlanError(f"launch needs a whole number of ranks >= 1, got {ranks!r}")
@@ -213,7 +215,7 @@ def launch(
 
 
 class _Reports:
-    """What the ranks of one launch report; who is at fault where something failed."""
+    """The reports of one launch's ranks, and which rank is at fault where something failed."""
 
     def __init__(
         self, pipes: list[Any], processes: list[Any], path: str, timeout_s: float, message_s: float
@@ -256,7 +258,7 @@ class _Reports:
         (self.results if good else self.failures)[rank] = value
 
     def _until(self, deadline: float) -> float:
-        """How long the ranks that are silent may still take after a report."""
+        """The time until which ranks that have not reported are waited for, after a report."""
         soon = time.monotonic() + GRACE_S
         if any(f.waited_for is None for f in self.failures.values()):
             return min(deadline, soon)
@@ -296,24 +298,24 @@ class _Reports:
         return (blamed or culprits or followed)[0]
 
     def _stacks(self) -> dict[int, str]:
-        """Where the threads of each process that has not reported are, in their own words."""
-        found = {}
+        """Stack traces of each process that has not reported, by rank."""
+        stacks = {}
         for rank in sorted(self.silent):
             pid = self.processes[rank].pid
             with suppress(OSError):  # no /proc on macOS
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 if state in "Tt":
-                    found[rank] = "the process is stopped, by SIGSTOP or a debugger"
+                    stacks[rank] = "the process is stopped, by SIGSTOP or a debugger"
                     continue
             with suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
-        if len(found) < len(self.silent):
+        if len(stacks) < len(self.silent):
             time.sleep(STACKS_S)
-        for rank in sorted(self.silent - found.keys()):
-            found[rank] = ""
+        for rank in sorted(self.silent - stacks.keys()):
+            stacks[rank] = ""
             with suppress(OSError):
-                found[rank] = Path(f"{self.path}.{rank}").read_text().strip()
-        return found
+                stacks[rank] = Path(f"{self.path}.{rank}").read_text().strip()
+        return stacks
 
 
 def _waits(stacks: str) -> bool:

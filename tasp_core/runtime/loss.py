@@ -25,10 +25,10 @@ from ..sequence.documents import Documents
 def next_token_labels(ids: Tensor, docs: Documents, ignore: int = -100) -> Tensor:
     """Each token's successor inside its document; `ignore` at every document's last token.
 
-    Call it on the whole row, then shard: labels cross shard borders, never documents.
+    Call it on the packed sequence, then shard: labels cross shard borders, never documents.
 
     Args:
-        ids: [..., T] token ids of a row (or rows) of T = docs.total tokens.
+        ids: [..., T] token ids of packed sequences of T = docs.total tokens.
 
     Raises:
         LayoutError: T differs.
@@ -38,8 +38,8 @@ def next_token_labels(ids: Tensor, docs: Documents, ignore: int = -100) -> Tenso
     """
     if ids.shape[-1] != docs.total:
         raise LayoutError(
-            f"ids have {ids.shape[-1]} tokens, the documents {docs.total}; give all of the row's ids, "
-            "inputs and labels then have the same length and no token is dropped"
+            f"ids have {ids.shape[-1]} tokens, the documents {docs.total}; give all ids of the packed "
+            "sequence, inputs and labels then have the same length and no token is dropped"
         )
     labels = torch.full_like(ids, ignore)
     labels[..., :-1] = ids[..., 1:]
@@ -48,14 +48,25 @@ def next_token_labels(ids: Tensor, docs: Documents, ignore: int = -100) -> Tenso
     return labels
 
 
-def label_error(labels: Tensor) -> str:
-    """Why labels are no token ids, or ""."""
+def label_error(labels: Tensor, name: str = "labels") -> str:
+    """Why labels are no token ids, or ""; `name` is what the caller calls them."""
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         return (
-            f"labels must be token ids, whole numbers, got {labels.dtype}; for weights or "
+            f"{name} must be token ids, whole numbers, got {labels.dtype}; for weights or "
             "probabilities compute the loss yourself and divide by the group's count"
         )
     return ""
+
+
+def outside_error(labels: Tensor, classes: int, of: str, ignore: int, name: str = "labels") -> str:
+    """Which label is none of `classes` numbers, or ""; reads the labels, so a GPU is waited for."""
+    outside = labels[(labels != ignore) & ((labels < 0) | (labels >= classes))]
+    if not len(outside):
+        return ""
+    return (
+        f"{name} hold {int(outside[0])}, outside the {classes} classes of {of}; mark tokens without a "
+        f"label by {ignore}"
+    )
 
 
 def token_sum(
@@ -69,15 +80,15 @@ def token_sum(
         logits: [..., V]. labels: [...] whole numbers.
         label_smoothing: as in torch.nn.functional.cross_entropy.
     """
-    wide = logits.reshape(-1, logits.shape[-1])
+    rows = logits.reshape(-1, logits.shape[-1])
     labels = labels.reshape(-1).long()
     unused = (labels == ignore)[:, None]
-    if wide.dtype in (torch.float32, torch.float64):
-        wide = wide.masked_fill(unused, 0.0)  # a copy, the logits are the caller's; soon dropped
+    if rows.dtype in (torch.float32, torch.float64):
+        rows = rows.masked_fill(unused, 0.0)  # a copy, the logits are the caller's; soon dropped
     else:
-        wide = wide.float().masked_fill_(unused, 0.0)
+        rows = rows.float().masked_fill_(unused, 0.0)
     return cross_entropy(
-        wide, labels, ignore_index=ignore, reduction="sum", label_smoothing=label_smoothing
+        rows, labels, ignore_index=ignore, reduction="sum", label_smoothing=label_smoothing
     )
 
 
@@ -95,19 +106,25 @@ def token_loss(
     Args:
         logits: [..., V] of this rank's tokens; V vocabulary entries. NaN at ignored labels is fine.
         labels: [...] whole numbers, `ignore` where there is nothing to predict.
-        group: process group that shares the row; None: the default group if there is one, or this
-            process alone for a plan of one rank.
+        group: process group that shares the packed sequence; None: the default group if there is
+            one, or this process alone for a plan of one rank.
         inputs: [...] the tokens that went in; equal labels then raise a warning.
-        plan: the row's plan; the group must then have its ranks. Without it, `group=None` counts over
-            the default group whatever the plan is.
+        plan: the packed sequence's plan; the group must then have its ranks. Without it, `group=None`
+            counts over the default group whatever the plan is.
 
     Returns:
-        sum: scalar float32 (float64), this rank's, differentiable; count: scalar int64, the group's.
+        sum: scalar float32 (float64 for float64 logits), this rank's, differentiable;
+        count: scalar int64, the group's.
 
     Raises:
         LayoutError: shapes do not match; labels that are no token ids or, on a CPU, outside the
             vocabulary. On a CPU all ranks of the group raise, on a GPU the rank itself.
         PlanError: a group of another size than the plan's.
+
+    >>> logits, labels = torch.zeros(3, 4), torch.tensor([1, 2, -100])
+    >>> total, count = token_loss(logits, labels)
+    >>> round(float(total / count), 4), int(count)              # log 4: four values, equally likely
+    (1.3863, 2)
     """
     started = dist.is_available() and dist.is_initialized()
     alone = not started or (group is None and plan is not None and plan.ranks == 1)
@@ -117,7 +134,7 @@ def token_loss(
             hint = "" if started else " (torch.distributed is not initialised)"
             raise PlanError(
                 f"the plan is for {plan.ranks} ranks, the group has {size}{hint}; pass the group that "
-                "shares the row"
+                "shares the packed sequence"
             )
     error = _validation_error(logits, labels, ignore)
     on_cpu = isinstance(labels, Tensor) and labels.device.type == "cpu"
@@ -135,7 +152,7 @@ def token_loss(
     if inputs is not None and labels.numel() > 1 and torch.equal(inputs, labels):
         warnings.warn(
             "labels equal the inputs: they look unshifted; use next_token_labels(ids, docs) "
-            "on the whole row before sharding",
+            "on the packed sequence before sharding",
             stacklevel=2,
         )
     return token_sum(logits, labels, ignore), count
@@ -151,10 +168,5 @@ def _validation_error(logits: Tensor, labels: Tensor, ignore: int) -> str:
     if why := label_error(labels):
         return why
     if labels.device.type == "cpu":  # elsewhere it would stop the host
-        outside = labels[(labels != ignore) & ((labels < 0) | (labels >= logits.shape[-1]))]
-        if len(outside):
-            return (
-                f"label {int(outside[0])} is outside the vocabulary of {logits.shape[-1]}; mark tokens "
-                f"without a label by {ignore}"
-            )
+        return outside_error(labels, logits.shape[-1], "the logits", ignore)
     return ""

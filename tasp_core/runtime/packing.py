@@ -1,4 +1,9 @@
-"""Parcels: what of a step's messages is sent or received at once, and their rows in the buffers."""
+"""Packed messages: what of a step's messages is sent or received at once, and its rows in the buffers.
+
+A `Message` (lowering/program.py) names rows of a buffer, in one part or in several. Rows that lie
+together travel from where they are. Small parts are copied into one packed message first, because each
+message costs time besides its bytes; large parts travel as a message each.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,9 @@ from ..kernels.views import once
 from ..lowering.program import RECEIVES, SMALL_BYTES, Message
 from ..sequence.layouts import ranges
 
-Buffers = dict[str, Tensor]
+Buffers = dict[str, Tensor]  # by name: [rows, heads, dim]
 TAGS = 1 << 12  # of the messages that two ranks exchange in one step
-PARTS = 64
+PARTS = 64  # of a message, that have tags of their own
 
 
 class PackedMessage(NamedTuple):
@@ -30,15 +35,19 @@ class PackedMessage(NamedTuple):
 def packed_messages(
     messages: Sequence[Message], buffers: Buffers, *, receive: bool
 ) -> tuple[list[PackedMessage], list[tuple[list[Message], Tensor]]]:
-    """What to send or receive, and what of it is to be put in its place once it has arrived.
+    """What to send or receive of a step's messages.
 
     Adjacent rows are views of their buffer, and so is each part of a large message; small messages
     of scattered rows are gathered, all of a kind at once. Both ends know all sizes and divide alike.
     The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
     send with the first receive, so what other peers send and how rows lie must not change it.
+
+    Returns:
+        the packed messages, and of those received what `put_rows` is to put in its place once it has
+        arrived: messages of scattered rows, with their rows end to end.
     """
-    posted: list[PackedMessage | Message] = []
-    scattered = dict[int, list[int]]()  # places in `posted` of what is gathered, by kind
+    packed: list[PackedMessage | Message] = []
+    scattered = dict[int, list[int]]()  # places in `packed` of what is gathered, by kind
     for m in messages:
         buffer, dtype = buffers[m.buffer], buffers[RECEIVES[m.kind]].dtype
         if m.rows is None:
@@ -46,32 +55,32 @@ def packed_messages(
         elif (
             m.count * math.prod(buffer.shape[1:]) * dtype.itemsize <= len(m.rows.src) * SMALL_BYTES
         ):
-            scattered.setdefault(m.kind, []).append(len(posted))
-            posted.append(m)
+            scattered.setdefault(m.kind, []).append(len(packed))
+            packed.append(m)
             continue
         else:
             parts = m.ranges
         for i, (low, count) in enumerate(parts):
             rows = buffer[low : low + count]
             rows = rows if rows.dtype == dtype else rows.to(dtype)
-            posted.append(PackedMessage(m, rows, (m.tag * PARTS + i) % TAGS))
-    landing = []
+            packed.append(PackedMessage(m, rows, (m.tag * PARTS + i) % TAGS))
+    to_place = []
     for places in scattered.values():
-        some = [m for m in map(posted.__getitem__, places) if isinstance(m, Message)]
+        of_kind = [m for m in map(packed.__getitem__, places) if isinstance(m, Message)]
         if receive:
-            buffer = buffers[some[0].buffer]
-            gathered = buffer.new_empty((sum(m.count for m in some), *buffer.shape[1:]))
-            landing.append((some, gathered))
+            buffer = buffers[of_kind[0].buffer]
+            gathered = buffer.new_empty((sum(m.count for m in of_kind), *buffer.shape[1:]))
+            to_place.append((of_kind, gathered))
         else:
-            gathered = take_rows(some, buffers)
-        pieces = gathered.split([m.count for m in some])
-        for place, m, rows in zip(places, some, pieces, strict=True):
-            posted[place] = PackedMessage(m, rows, m.tag * PARTS % TAGS)
-    return [p for p in posted if isinstance(p, PackedMessage)], landing
+            gathered = take_rows(of_kind, buffers)
+        pieces = gathered.split([m.count for m in of_kind])
+        for place, m, rows in zip(places, of_kind, pieces, strict=True):
+            packed[place] = PackedMessage(m, rows, m.tag * PARTS % TAGS)
+    return [p for p in packed if isinstance(p, PackedMessage)], to_place
 
 
 def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
-    """Buffer rows of messages in parts, end to end."""
+    """Buffer rows of messages in several parts, end to end; on a device they are remembered."""
     parts = [m.rows for m in messages if m.rows is not None]
 
     def make() -> Tensor:
@@ -81,14 +90,14 @@ def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
     return once(parts[0].src, f"{len(parts)} messages", device, make)
 
 
-def _wide(rows: Tensor) -> Tensor:
-    """The rows' bytes in elements of 16 where they can be seen so: CPUs copy these three times as fast."""
+def _in_16_bytes(rows: Tensor) -> Tensor:
+    """The rows in elements of 16 bytes where that divides them: a CPU copies these three times as fast."""
     flat = rows.view(len(rows), math.prod(rows.shape[1:]))
     return flat.view(torch.complex128) if flat.shape[1] * flat.itemsize % 16 == 0 else flat
 
 
 def take_rows(messages: Sequence[Message], buffers: Buffers) -> Tensor:
-    """Rows of one message, or of several in parts, in the dtype in which they are received."""
+    """Rows of one message, or of several of one kind in parts, in the dtype in which they are received."""
     first = messages[0]
     buffer = buffers[first.buffer]
     if first.rows is None:
@@ -99,10 +108,10 @@ def take_rows(messages: Sequence[Message], buffers: Buffers) -> Tensor:
 
 
 def put_rows(messages: Sequence[Message], rows: Tensor, buffers: Buffers) -> None:
-    """Rows of one message, or of several in parts, to where they belong."""
+    """Put the rows of one message, or of several of one kind in parts, where they belong."""
     first = messages[0]
     buffer = buffers[first.buffer]
     if first.rows is None:
         buffer[first.low : first.low + first.count] = rows
     else:
-        _wide(buffer).index_copy_(0, _index(messages, buffer.device), _wide(rows))
+        _in_16_bytes(buffer).index_copy_(0, _index(messages, buffer.device), _in_16_bytes(rows))

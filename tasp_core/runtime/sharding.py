@@ -1,7 +1,8 @@
 """Per-token tensors by a plan's layout: shard, unshard, gather, roll.
 
-`shard(x, plan, rank)` takes a rank's tokens out of a whole row; `unshard(pieces, plan)` puts the
-row together again; `gather` does so over a group; `roll` shifts along documents across ranks.
+`shard(x, plan, rank)` takes a rank's tokens out of a tensor over the packed sequence; `unshard(pieces,
+plan)` puts the packed sequence together again; `gather` does so over a group; `roll` shifts along
+documents across ranks.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from ..planning.plan import Plan
-from .exchange import Exchange, carriage_error
+from .exchange import ProcessGroupExchange, exchange_of
 
 
-def _validation_error(tensor: Tensor, dim: int, wanted: int, what: str) -> str:
-    found = tensor.shape[dim]
-    if found == wanted:
+def _tokens_error(tensor: Tensor, dim: int, tokens: int, what: str) -> str:
+    """What is wrong with the tensor's number of tokens, or ""."""
+    size = tensor.shape[dim]
+    if size == tokens:
         return ""
     return (
-        f"{what}: dim {dim} of a tensor of shape {list(tensor.shape)} has {found} tokens, "
-        f"the plan has {wanted}; is it the right tensor, plan or dim?"
+        f"{what}: dim {dim} of a tensor of shape {list(tensor.shape)} has {size} tokens, "
+        f"the plan has {tokens}; is it the right tensor, plan or dim?"
     )
 
 
-def _check_tokens(tensor: Tensor, dim: int, wanted: int, what: str) -> None:
-    if text := _validation_error(tensor, dim, wanted, what):
+def _check_tokens(tensor: Tensor, dim: int, tokens: int, what: str) -> None:
+    if text := _tokens_error(tensor, dim, tokens, what):
         raise LayoutError(text)
 
 
@@ -40,32 +42,32 @@ class _Call:
     def __init__(
         self, local: Any, dim: Any, plan: Plan, group: Any, what: str, shift: int | None = None
     ) -> None:
-        """Refuse, on every rank, tokens that are not the plan's and rows that are not alike."""
-        self.exchange: Exchange | None = None
+        """Refuse, on every rank, tokens that are not the plan's and tensors of different shapes."""
+        self.exchange: ProcessGroupExchange | None = None
         device = local.device if isinstance(local, Tensor) else torch.device("cpu")
         if plan.ranks > 1:
-            self.exchange = Exchange(group, device=device)
+            self.exchange = exchange_of(group, device=device)
         rank = self.exchange.rank if self.exchange else 0
         text = _local_error(local, dim, plan, rank, what)
         if self.exchange is None:
             if text:
                 raise LayoutError(text)
             return
-        text = text or carriage_error(self.exchange.group, device)
-        self.note = {"error": text, "plan": plan.fingerprint()[:16], "shift": str(shift)}
+        text = text or self.exchange.carriage_error(device)
+        self.signature = {"error": text, "plan": plan.fingerprint()[:16], "shift": str(shift)}
         if not text:
             rows = [str(n) for n in local.shape]
             rows[dim] = "t"
-            self.note["shape"] = f"[{', '.join(rows)}] of {local.dtype} on {device.type}"
-            self.note["gradients"] = str(torch.is_grad_enabled() and local.requires_grad)
-        call = self.exchange.handshake({**self.note, "pass": what}, LayoutError)
+            self.signature["shape"] = f"[{', '.join(rows)}] of {local.dtype} on {device.type}"
+            self.signature["gradients"] = str(torch.is_grad_enabled() and local.requires_grad)
+        call = self.exchange.handshake({**self.signature, "pass": what}, LayoutError)
         self.exchange.finish_handshake()
-        self.note["pass"] = f"the backward pass of {what}, call {call}"
+        self.signature["pass"] = f"the backward pass of {what}, call {call}"
 
     def begin_backward(self) -> None:
-        """Ranks that go back through their calls in another order are all told."""
+        """All ranks get an error where they run backward passes in different orders."""
         if self.exchange:
-            self.exchange.handshake(self.note, LayoutError, begins=False)
+            self.exchange.handshake(self.signature, LayoutError, begins=False)
             self.exchange.finish_handshake()
 
 
@@ -75,7 +77,7 @@ def _local_error(local: Any, dim: Any, plan: Plan, rank: int, what: str) -> str:
         return f"{what} takes a tensor, got {type(local).__name__}"
     if not isinstance(dim, int) or not -local.dim() <= dim < local.dim():
         return f"{what}: a tensor of shape {list(local.shape)} has no dim {dim!r}"
-    return _validation_error(local, dim, plan.num_tokens(rank), what)
+    return _tokens_error(local, dim, plan.num_tokens(rank), what)
 
 
 def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
@@ -86,6 +88,10 @@ def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
 
     Raises:
         LayoutError: `dim` has another size.
+
+    >>> from tasp_core import plan
+    >>> shard(torch.arange(8), plan([8], ranks=2, layout="zigzag"), 0).tolist()
+    [0, 1, 6, 7]
     """
     _check_tokens(tensor, dim, plan.docs.total, "shard")
     index = torch.from_numpy(plan.tokens(rank)).to(tensor.device)
@@ -102,6 +108,11 @@ def shard_batch(
 
     Returns:
         (the batch with the same keys, names of what was sharded)
+
+    >>> from tasp_core import plan
+    >>> batch = {"ids": torch.arange(8), "step": 3}
+    >>> shard_batch(batch, plan([8], ranks=2), 1)
+    ({'ids': tensor([2, 3, 4, 5]), 'step': 3}, ('ids',))
     """
 
     def per_token(x: Any) -> bool:
@@ -113,16 +124,20 @@ def shard_batch(
 
 
 def unshard(pieces: Sequence[Tensor], plan: Plan, dim: int = 0) -> Tensor:
-    """The whole row from every rank's piece; the inverse of `shard`.
+    """The tensor over the packed sequence, from every rank's piece; the inverse of `shard`.
 
     Raises:
-        LayoutError: not one piece a rank, or a piece with another number of tokens.
+        LayoutError: not one piece per rank, or a piece with another number of tokens.
+
+    >>> from tasp_core import plan
+    >>> p = plan([8], ranks=2)
+    >>> unshard([shard(torch.arange(8), p, rank) for rank in range(2)], p).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
     if len(pieces) != plan.ranks:
-        raise LayoutError(f"unshard needs {plan.ranks} pieces, one a rank, got {len(pieces)}")
+        raise LayoutError(f"unshard needs {plan.ranks} pieces, one per rank, got {len(pieces)}")
     for rank, piece in enumerate(pieces):
-        wanted = plan.num_tokens(rank)
-        _check_tokens(piece, dim, wanted, f"unshard, piece of rank {rank}")
+        _check_tokens(piece, dim, plan.num_tokens(rank), f"unshard, piece of rank {rank}")
     order = np.concatenate([plan.tokens(r) for r in range(plan.ranks)])
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
@@ -153,10 +168,18 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor:
-    """The whole row on every rank, from every rank's tokens; differentiable (gradients add up).
+    """The tensor over the packed sequence on every rank; differentiable (gradients add up).
+
+    Args:
+        local: this rank's tokens along `dim`, in plan.tokens(rank) order.
 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
+
+    >>> from tasp_core import launch, plan
+    >>> p = plan([8], ranks=2)
+    >>> launch(lambda rank, group: gather(shard(torch.arange(8), p, rank), p, group).tolist(), 2)
+    [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     call = _Call(local, dim, plan, group, "gather")
     if plan.ranks == 1:
@@ -165,10 +188,11 @@ def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor
 
 
 def _routes(plan: Plan, rank: int, shift: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Local rows to send to each rank, and local rows at which each rank's answer arrives."""
+    """Of a shift: local rows to send to each rank, and local rows at which each rank's rows arrive."""
     docs = plan.docs
 
-    def wanted(r: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sources(r: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of rank r that get a value, and where it is: rank and row."""
         mine = plan.tokens(r)
         source = mine + shift
         inside = (source >= 0) & (source < docs.total)
@@ -176,11 +200,11 @@ def _routes(plan: Plan, rank: int, shift: int) -> tuple[list[np.ndarray], list[n
         at = np.flatnonzero(inside)
         return at, *plan.locate(source[at])
 
-    at, owner, _ = wanted(rank)
+    at, owner, _ = sources(rank)
     arrive = [at[owner == r] for r in range(plan.ranks)]
     send = []
     for r in range(plan.ranks):
-        _, owner, row = wanted(r)
+        _, owner, row = sources(r)
         send.append(row[owner == rank])
     return send, arrive
 
@@ -224,6 +248,11 @@ def roll(local: Tensor, plan: Plan, group: Any = None, shift: int = 1, dim: int 
 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
+
+    >>> from tasp_core import launch, plan
+    >>> p = plan([5, 3], ranks=2)               # rank 0 has tokens 0, 1, 6, 7; rank 1 the others
+    >>> launch(lambda rank, group: roll(shard(torch.arange(8), p, rank), p, group).tolist(), 2)
+    [[1, 2, 7, 0], [3, 4, 0, 6]]
     """
     call = _Call(local, dim, plan, group, "roll", shift)
     rows = local.movedim(dim, 0).contiguous()

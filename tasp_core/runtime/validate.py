@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from ..kernels.kernel import Kernel
 
 
-def _order_error(tokens: Any, plan: Plan, rank: int) -> str:
-    """Where the rows are not in the plan's order, as far as `tokens` tells, or ""."""
+def order_error(tokens: Any, plan: Plan, rank: int) -> str:
+    """Where the rows are not in the plan's order, as far as `tokens` tells, or "".
+
+    Args:
+        tokens: [t] int64, the id of the token in each row of q, k and v; None: nothing to compare.
+    """
     if tokens is None:
         return ""
     import torch
@@ -27,8 +31,8 @@ def _order_error(tokens: Any, plan: Plan, rank: int) -> str:
         or tokens.dtype != torch.int64
         or list(tokens.shape) != [wanted]
     ):
-        found = getattr(tokens, "shape", None)
-        what = type(tokens).__name__ if found is None else f"{tokens.dtype} {list(found)}"
+        shape = getattr(tokens, "shape", None)
+        what = type(tokens).__name__ if shape is None else f"{tokens.dtype} {list(shape)}"
         return f"tokens must be an int64 tensor [{wanted}], one token id per row, got {what}"
     proved, key = _proved_orders(), None
     if not tokens.is_inference():  # those do not tell when they are changed: compared every time
@@ -57,27 +61,31 @@ def _proved_orders() -> Any:
     return WeakTensorKeyDictionary()
 
 
-def _validation_error(
+def validation_error(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     plan: Plan,
     rank: int,
-    found: int,
+    group_size: int,
     kernel: str | Kernel,
 ) -> str:
-    """What is wrong with this rank's own arguments, in a group of `found` ranks, or ""."""
+    """What is wrong with this rank's own arguments, or "".
+
+    Args:
+        group_size: ranks of the group that was passed.
+    """
     import torch
     import torch.distributed as dist
 
     if not isinstance(plan, Plan):
         return f"plan must be a Plan made by tasp.plan(...), got {type(plan).__name__}"
-    if plan.ranks != found:
+    if plan.ranks != group_size:
         alone = not (dist.is_available() and dist.is_initialized())
         hint = " (torch.distributed is not initialised: use torchrun or tasp.launch)"
         return (
-            f"the plan is for {plan.ranks} ranks, the group has {found}{hint if alone else ''}; "
-            f"make the plan with ranks={found} or pass the right group"
+            f"the plan is for {plan.ranks} ranks, the group has {group_size}{hint if alone else ''}; "
+            f"make the plan with ranks={group_size} or pass the right group"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -116,7 +124,7 @@ def _validation_error(
     return ""
 
 
-def _option_error(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
+def option_error(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
     """What is wrong with the options, or ""."""
     import torch
 
@@ -131,10 +139,19 @@ def _option_error(scale: float | None, grad_comm_dtype: torch.dtype | None) -> s
     return ""
 
 
-def _note(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None, wire: torch.dtype | None
+def signature_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    scale: float | None,
+    grad_comm_dtype: torch.dtype | None,
+    *,
+    keep_kv: bool,
 ) -> dict[str, str]:
     """What must be equal on all ranks before they exchange."""
+    import torch
+
     docs = plan.docs
     sizes = [q.shape[0] if q.dim() == 4 else 0, *q.shape[-2:], k.shape[-2], v.shape[-1]]
     return {
@@ -146,7 +163,13 @@ def _note(
         "batch, heads, dim, kv heads, v dim": str(sizes),
         "dtype": str(q.dtype),
         "scale": str(scale),
-        "grad_comm_dtype": str(wire),
+        "grad_comm_dtype": str(grad_comm_dtype),
+        "keep_kv": str(keep_kv),
+        "device": q.device.type,
+        # whether a backward pass may follow, in which all ranks must take part
+        "q, k or v require gradients": str(
+            torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        ),
     }
 
 

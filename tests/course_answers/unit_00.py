@@ -19,7 +19,7 @@ def overwritten(rank, group, numbers):
 WRONG = {
     "check_kernels": {
         "one is missing": ["math"],
-        "all that are known": ["math", "aten cpu", "aten", "flash2", "flash3", "flash4"],
+        "all known kernels": ["math", "aten cpu", "aten", "flash2", "flash3", "flash4"],
         "a constant": 1,
     },
     "check_hello": {
@@ -30,8 +30,8 @@ WRONG = {
     },
     "check_share": {
         "a constant": lambda rank, group, numbers: 0.25,
-        "own number left out of the sum": sum_of_others,
-        "nothing travels": lambda rank, group, numbers: float(numbers[rank] / sum(numbers)),
+        "the own number is not in the sum": sum_of_others,
+        "nothing is sent": lambda rank, group, numbers: float(numbers[rank] / sum(numbers)),
         "the sum overwrites the own number": overwritten,
         "a tensor": lambda rank, group, numbers: torch.tensor(numbers[rank] / sum(numbers)),
     },

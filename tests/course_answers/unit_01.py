@@ -28,7 +28,7 @@ def keeps_blocks(q, blocks):
     return attend(q, k, v)[0]
 
 
-def begins_at_zero(q, blocks):
+def starts_at_zero(q, blocks):
     parts = [attend(q, k, v) for k, v in blocks]
     return fold([(torch.zeros_like(q), torch.zeros(len(q))), *parts])[0]
 
@@ -48,7 +48,7 @@ WRONG = {
     "check_stream": {
         "the last block is left out": forgets_the_last,
         "old blocks are kept": keeps_blocks,
-        "begins with lse 0": begins_at_zero,
+        "starts with lse 0": starts_at_zero,
         "a pair": lambda q, blocks: (torch.zeros_like(q), torch.zeros(len(q))),
         "a constant": lambda q, blocks: torch.zeros_like(q),
     },

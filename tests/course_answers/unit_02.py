@@ -21,10 +21,10 @@ WRONG = {
     "check_ring": {
         "one step too few": lambda n: table(n, n - 2, lambda r: r + 1, lambda r, t: r - t),
         "one step too many": lambda n: table(n, n, lambda r: r + 1, lambda r, t: r - t),
-        "the owner turns the wrong way": lambda n: table(
+        "the owner changes in the wrong direction": lambda n: table(
             n, n - 1, lambda r: r + 1, lambda r, t: r + t
         ),
-        "always its own keys": lambda n: table(n, n - 1, lambda r: r + 1, lambda r, t: r),
+        "always its own KV": lambda n: table(n, n - 1, lambda r: r + 1, lambda r, t: r),
         "to the left": lambda n: table(n, n - 1, lambda r: r - 1, lambda r, t: r + t),
         "steps counted from 1": lambda n: [
             f"t{t} {r}>{(r + 1) % n} kv{(r - t + 1) % n}.0" for t in range(1, n) for r in range(n)
@@ -33,20 +33,20 @@ WRONG = {
     },
     "check_repairs": {
         "one step too early": RIGHT | {"A": ("t0 3>1 kv2.0", "t1 0>1 kv2.0")},
-        "the fault is only taken out": RIGHT | {"A": ("t0 3>1 kv2.0", "")},
-        "one word each": RIGHT | {"A": "t0 3>1 kv2.0"},
+        "the wrong hop is only taken out": RIGHT | {"A": ("t0 3>1 kv2.0", "")},
+        "one string, not a pair": RIGHT | {"A": "t0 3>1 kv2.0"},
         "another hop is taken out": RIGHT | {"C": (broken_tables()["C"][0], "t1 2>3 kv1.0")},
         "a constant": dict.fromkeys("ABC", ("", "t2 3>0 kv1.0")),
     },
     "check_quick": {
         "the ring": lambda n, ports: table(n, n - 1, lambda r: r + 1, lambda r, t: r - t),
-        "one more than fits": lambda n, ports: direct(n, lambda d: d // (ports + 1)),
+        "one share too many per step": lambda n, ports: direct(n, lambda d: d // (ports + 1)),
         "everything at once": lambda n, ports: direct(n, lambda d: 0),
         "one step too late": lambda n, ports: direct(n, lambda d: d // ports),
     },
     "check_recap": {
         "sender for receiver": [2, 1, 7, 8, 3],
         "one step too many": [5, 1, 8, 8, 3],
-        "seven sevenths": [5, 1, 7, 56, 3],
+        "all links": [5, 1, 7, 56, 3],
     },
 }

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tasp_course.unit_03 import all_send_first
 
-LEFT = []  # messages under way that nobody waits for
+LEFT = []  # messages in flight that no rank waits for
 
 
 def posts(rank, group, hops, held, *, send, file, make=lambda: torch.empty(4)):
@@ -33,7 +33,7 @@ def under_the_sender(rank, group, hops, held):
 
 
 def waits_for(rank, group, hops, held, *, sends):
-    """Waits for its sends only, or for what it receives only."""
+    """Waits for its sends only, or for its receives only."""
     works, arriving = [], {}
     for src, dst, owner in hops:
         if src == rank:
@@ -115,11 +115,11 @@ def irecv_and_wait(rank, group, own):
 def in_a_batch(rank, group, own):
     right, left = neighbours(rank, group)
     got = torch.empty(1)
-    ways = [
+    operations = [
         dist.P2POp(dist.isend, torch.tensor([own]), right, group),
         dist.P2POp(dist.irecv, got, left, group),
     ]
-    for work in dist.batch_isend_irecv(ways):
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
     return float(got)
 
@@ -130,12 +130,12 @@ def chosen(number):
 
 WRONG = {
     "check_move": {
-        "always its own keys": own_only,
-        "filed under the sender": under_the_sender,
+        "always its own KV": own_only,
+        "stored under the sender": under_the_sender,
         "a constant: nothing moves": lambda rank, group, hops, held: held,
         "waits for its sends only": partial(waits_for, sends=True),
-        "waits for what it receives only": partial(waits_for, sends=False),
-        "what arrived only": lambda rank, group, hops, held: {
+        "waits for its receives only": partial(waits_for, sends=False),
+        "returns the arrived tensors only": lambda rank, group, hops, held: {
             owner: x
             for owner, x in posts(
                 rank, group, hops, held, send=lambda owner: owner, file=lambda owner, src: owner
@@ -144,8 +144,8 @@ WRONG = {
         },
         "a buffer too short": receives_into(lambda: torch.empty(3)),
         "a buffer too long": receives_into(lambda: torch.empty(8)),
-        "a buffer of another type": receives_into(lambda: torch.empty(4, dtype=torch.float16)),
-        "twice in a message": twice_in_a_message,
+        "a buffer of another dtype": receives_into(lambda: torch.empty(4, dtype=torch.float16)),
+        "each tensor twice in a message": twice_in_a_message,
         "a tensor": lambda rank, group, hops, held: held[rank],
     },
     "check_turn": {
@@ -164,12 +164,12 @@ WRONG = {
     "check_slots": {
         "one slot for all": chosen(lambda i: 0),
         "one slot each": chosen(lambda i: i),
-        "every second share the same slot": chosen(lambda i: i // 2),
-        "two in turn, whatever the lives": chosen(lambda i: i % 2),
+        "a slot for every two shares": chosen(lambda i: i // 2),
+        "two slots in turn, whatever the lives": chosen(lambda i: i % 2),
     },
     "check_recap": {
         "times add up": ["isend", 3, 2, 8, 2],
-        "a slot each": ["isend", 3, 63, 5, 2],
-        "one answers": ["isend", 2, 2, 5, 2],
+        "a slot for each share": ["isend", 3, 63, 5, 2],
+        "one rank does not hang": ["isend", 2, 2, 5, 2],
     },
 }

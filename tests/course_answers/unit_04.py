@@ -21,13 +21,13 @@ WRONG = {
         "no mask": work(lambda b: b * b, lambda b: b * b),
         "a constant": lambda n, b: rows(n, lambda r, t: 0),
         "later steps left out": lambda n, b: [[b * (b + 1) // 2] + [b * b] * r for r in range(n)],
-        "one list": lambda n, b: [b * b] * n,
+        "one list, not n lists": lambda n, b: [b * b] * n,
     },
     "check_zigzag": {
         "the next block": lambda rank, n, total: blocks(total, n, 2 * rank, 2 * rank + 1),
         "one off at the back": lambda rank, n, total: blocks(total, n, rank, 2 * n - 2 - rank),
         "the same for all": lambda rank, n, total: blocks(total, n, 0, 2 * n - 1),
-        "the back block backwards": lambda rank, n, total: (
+        "the back block in reverse order": lambda rank, n, total: (
             blocks(total, n, rank, rank)[: total // (2 * n)]
             + blocks(total, n, 2 * n - 1 - rank, 0)[: total // (2 * n)][::-1]
         ),
@@ -36,11 +36,11 @@ WRONG = {
     },
     "check_bound": {
         "a constant": lambda n: 2.0,
-        "the own block counted whole": lambda n: 2 * n / (n + 1),
+        "the own block counted in full": lambda n: 2 * n / (n + 1),
         "one off": lambda n: 2 - 1 / (n + 1),
     },
     "check_recap": {
-        "without itself": [6, 1, 6, 2.0, 1.0],
+        "a token does not see itself": [6, 1, 6, 2.0, 1.0],
         "blocks counted from 1": [10, 1, 7, 2.0, 1.0],
         "as for one document": [10, 1, 6, 2.0, 1.5],
     },

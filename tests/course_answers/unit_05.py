@@ -26,27 +26,31 @@ WRONG = {
         "a constant": dict.fromkeys(MACHINES, tasp.machine("mesh4")),
     },
     "check_load": {
-        "links only": lambda words, machine: Counter("link {}>{}".format(*ends(w)) for w in words),
-        "used, not how often": lambda words, machine: {
-            name: 1 for w in words for name in machine.resources(*ends(w))
+        "links only": lambda hops, machine: Counter("link {}>{}".format(*ends(h)) for h in hops),
+        "whether a resource is used, not how often": lambda hops, machine: {
+            name: 1 for h in hops for name in machine.resources(*ends(h))
         },
-        "the way back": lambda words, machine: Counter(
-            name for w in words for name in machine.resources(*ends(w)[::-1])
+        "the opposite direction": lambda hops, machine: Counter(
+            name for h in hops for name in machine.resources(*ends(h)[::-1])
         ),
-        "only the first resource": lambda words, machine: Counter(
-            machine.resources(*ends(w))[0] for w in words
+        "only the first resource": lambda hops, machine: Counter(
+            machine.resources(*ends(h))[0] for h in hops
         ),
-        "a constant": lambda words, machine: {},
-        "a list": lambda words, machine: [n for w in words for n in machine.resources(*ends(w))],
-        "what it does not use, too": lambda words, machine: (
-            {"link 0>0": 0} | Counter(n for w in words for n in machine.resources(*ends(w)))
+        "a constant": lambda hops, machine: {},
+        "a list": lambda hops, machine: [n for h in hops for n in machine.resources(*ends(h))],
+        "an unused resource, too": lambda hops, machine: (
+            {"link 0>0": 0} | Counter(n for h in hops for n in machine.resources(*ends(h)))
         ),
     },
     "check_nvlinks": {
         "one column off": lambda text: rows(text, 2),
-        "one where there are any": lambda text: rows(text, 1, lambda c: int(c.startswith("NV"))),
+        "1 where there are any NVLinks": lambda text: rows(
+            text, 1, lambda c: int(c.startswith("NV"))
+        ),
         "a constant": lambda text: [[0] * 8 for _ in range(8)],
-        "one digit": lambda text: rows(text, 1, lambda c: int(c[2]) if c.startswith("NV") else 0),
+        "the first digit only": lambda text: rows(
+            text, 1, lambda c: int(c[2]) if c.startswith("NV") else 0
+        ),
         "text": lambda text: rows(text, 1, lambda c: c[2:] if c.startswith("NV") else "0"),
     },
     "check_recap": {

@@ -57,7 +57,7 @@ WRONG = {
         "adding k, for any n": shifts,
         "a constant": lambda n: [],
         "one ring too few": lambda n: [] if n in (4, 6) else list(tasp.decompose(n).cycles[1:]),
-        "None for none": lambda n: None if n in (4, 6) else list(tasp.decompose(n).cycles),
+        "None for no solution": lambda n: None if n in (4, 6) else list(tasp.decompose(n).cycles),
         "four and six folded": lambda n: list(tasp.decompose(n).cycles),
     },
     "check_folded": {
@@ -70,8 +70,8 @@ WRONG = {
     },
     "check_travel": {
         "one step too few": lambda rings: travel(rings, lambda n: n - 2, lambda p, t: p - t),
-        "the way home, too": lambda rings: travel(rings, lambda n: n, lambda p, t: p - t),
-        "the owner turns the wrong way": lambda rings: travel(
+        "one step more, to the owner": lambda rings: travel(rings, lambda n: n, lambda p, t: p - t),
+        "the owner changes in the wrong direction": lambda rings: travel(
             rings, lambda n: n - 1, lambda p, t: p + t
         ),
         "always share 0": lambda rings: travel(

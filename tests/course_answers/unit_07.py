@@ -22,12 +22,12 @@ def _sends_only(machine: Machine, messages: Messages) -> float:
     return machine.latency_s + machine.message_s * posted + busiest
 
 
-def _crossing(machine: Machine, flops: int = 4, rows: bool = True) -> float:
+def _crossing(machine: Machine, flops: int = 4, all_ranks: bool = True) -> float:
     square = flops * HEADS["heads"] * HEADS["head_dim"] / (machine.tflops * 1e12)
     linear = KV_BYTES / (machine.route_gbps(0, 1) * 1e9)
     fixed = machine.latency_s + 2 * machine.message_s - machine.kernel_s
     t = (linear + (linear**2 + 4 * square * fixed) ** 0.5) / (2 * square)
-    return t * (machine.ranks if rows else 1)
+    return t * (machine.ranks if all_ranks else 1)
 
 
 WRONG = {
@@ -38,7 +38,7 @@ WRONG = {
         "a constant": lambda machine, messages: 2.1e-3,
     },
     "check_hidden": {
-        "tokens of one rank": lambda machine: _crossing(machine, rows=False),
+        "tokens of one rank": lambda machine: _crossing(machine, all_ranks=False),
         "half the flops, as if causal": lambda machine: _crossing(machine, flops=2),
         "a constant": lambda machine: 5848,
         "never": lambda machine: float("inf"),
@@ -49,7 +49,7 @@ WRONG = {
         "one schedule twice": {race: ["all_gather", "ring", "ring"] for race in RACES},
     },
     "check_recap": {
-        "in ms": [0.03, 4, "latency", 155, "port"],
-        "the sum": [30, 4, "latency", 186, "port"],
+        "ms, not us": [0.03, 4, "latency", 155, "port"],
+        "compute and communication added": [30, 4, "latency", 186, "port"],
     },
 }

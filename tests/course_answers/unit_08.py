@@ -23,7 +23,7 @@ def _full(cu: list[int]) -> np.ndarray:
     return doc[:, None] == doc
 
 
-def _share_a_document(cu: list[int], tokens: list[np.ndarray]) -> set[tuple[int, int]]:
+def _common_document(cu: list[int], tokens: list[np.ndarray]) -> set[tuple[int, int]]:
     doc = [set(np.searchsorted(cu, t, side="right").tolist()) for t in tokens]
     n = range(len(tokens))
     return {(a, b) for a in n for b in n if a != b and doc[a] & doc[b]}
@@ -63,7 +63,7 @@ def _equal_work(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int
     return pieces
 
 
-def _whole(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int]]]:
+def _complete_documents(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int]]]:
     return [[(d, 0, n) for d, n in enumerate(lengths) if d % ranks == r] for r in range(ranks)]
 
 
@@ -84,7 +84,7 @@ def _one_short(lengths: list[int], ranks: int) -> list[list[tuple[int, int, int]
     return [[(d, a, max(a, b - 1)) for d, a, b in p] for p in pieces]
 
 
-def _in_row_order(rank: int, group: Any, plan: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
+def _in_sequence_order(rank: int, group: Any, plan: Any, q: Any, k: Any, v: Any, dout: Any) -> Any:
     low = sum(plan.num_tokens(r) for r in range(rank))
     mine = slice(low, low + plan.num_tokens(rank))
     q, k, v, dout = (x[mine].clone() for x in (q, k, v, dout))
@@ -109,29 +109,29 @@ WRONG = {
         "one document": lambda cu: np.tri(cu[-1], dtype=bool),
     },
     "check_needed": {
-        "whoever shares a document": _share_a_document,
-        "whoever is earlier in the row": _earlier,
+        "all pairs with a common document": _common_document,
+        "all pairs with an earlier token": _earlier,
         "readers and owners swapped": _swapped,
-        "nobody": lambda cu, tokens: set(),
+        "no pair": lambda cu, tokens: set(),
         "lists": lambda cu, tokens: [[0, 1]],
     },
     "check_balance": {
         "equal runs of each document": _runs,
-        "equal work, uneven tokens": _equal_work,
-        "whole documents": _whole,
+        "equal work, unequal tokens": _equal_work,
+        "complete documents": _complete_documents,
         "the last token of each piece lost": _one_short,
         "halves of tokens": _halves_of_tokens,
         "documents counted from 1": lambda lengths, ranks: [
-            [(d + 1, a, b) for d, a, b in some] for some in _runs(lengths, ranks)
+            [(d + 1, a, b) for d, a, b in pieces] for pieces in _runs(lengths, ranks)
         ],
         "tokens without their documents": lambda lengths, ranks: [[(0, 1)] for _ in range(ranks)],
     },
     "check_run": {
-        "slices in row order": _in_row_order,
+        "slices in the order of the sequence": _in_sequence_order,
         "the gradient of another output": _of_the_sum,
     },
     "check_recap": {
         "with pairs across documents": [15, 0, "ring", 2, 60],
-        "the later part": [9, 0, "ring", 2, 40],
+        "the later tokens": [9, 0, "ring", 2, 40],
     },
 }

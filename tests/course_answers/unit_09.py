@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasp_core import Machine
-from tasp_course.uneven import Have, Rate, Sent
+from tasp_course.planners import Have, Rate, Sent
 
 
 def _into(machine: Machine, nbytes: float, count: int = 1) -> float:
@@ -56,25 +56,25 @@ def _fastest_only(rate: Rate, have: Have) -> Sent:
 
 WRONG = {
     "check_bound": {
-        "what comes in only": _into,
-        "the own keys come in, too": lambda machine, nbytes: _into(machine, nbytes, 0),
+        "only the bytes that enter": _into,
+        "the own KV enters, too": lambda machine, nbytes: _into(machine, nbytes, 0),
         "the slowest link": _slowest_link,
     },
     "check_planner": {
-        "one piece a step": _one_at_a_time,
-        "what the other has already": _again,
-        "a piece that the sender lacks": _what_it_lacks,
-        "first pieces only": _gives_up,
-        "links without pieces": lambda rate, have: list(rate),
-        "lists for pieces": lambda rate, have: [(a, b, [a, 0]) for a, b in rate],
+        "one share per step": _one_at_a_time,
+        "a share that the receiver has already": _again,
+        "a share that the sender lacks": _what_it_lacks,
+        "first shares only": _gives_up,
+        "links without shares": lambda rate, have: list(rate),
+        "lists in place of shares": lambda rate, have: [(a, b, [a, 0]) for a, b in rate],
     },
     "check_patient": {
         "all links": _all_links,
         "the fastest links only": _fastest_only,
-        "one piece a step": _one_at_a_time,
+        "one share per step": _one_at_a_time,
     },
     "check_recap": {
-        "with its own": [0.125, 10, "no", 24, 0.5],
-        "one piece a pair": [0.1, 10, "no", 12, 0.5],
+        "with the own KV": [0.125, 10, "no", 24, 0.5],
+        "one share per pair of ranks": [0.1, 10, "no", 12, 0.5],
     },
 }

@@ -47,8 +47,8 @@ WRONG = {
         "one step too early": lambda owner, n: _shifted(owner, n, 0),
         "one step too late": lambda owner, n: _shifted(owner, n, 2),
         "against the ring": _backwards,
-        "leaves the owner": _from_the_owner,
-        "words": lambda owner, n: [
+        "starts at the owner": _from_the_owner,
+        "text form": lambda owner, n: [
             f"t{s} {a}>{b} dkv{owner}.0" for s, a, b in _shifted(owner, n, 1)
         ],
     },
@@ -63,7 +63,7 @@ WRONG = {
         "float32 always": lambda n, eps: 2.0**-23 / 5 * (n * (n + 1) / 2) ** 0.5,
     },
     "check_recap": {
-        "one hop more": [8, 2, "final", "no", 2],
-        "in proportion": [7, 2, "final", "no", 4],
+        "one hop too many": [8, 2, "final", "no", 2],
+        "proportional to the number of terms": [7, 2, "final", "no", 4],
     },
 }

@@ -33,7 +33,7 @@ def _warm_mean(run: Run, clock: Clock, repeats: int) -> float:
     return mean(_samples(run, clock, repeats))
 
 
-def _plain_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def _unweighted_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     per_byte, latency_s = np.polyfit(nbytes, seconds, 1)
     return float(latency_s), float(1e-9 / per_byte)
 
@@ -51,26 +51,26 @@ WRONG = {
     },
     "check_slowest": {
         "the mean of ranks": lambda by_rank: median(mean(p) for p in zip(*by_rank, strict=True)),
-        "the largest of all": lambda by_rank: max(max(samples) for samples in by_rank),
+        "the largest sample": lambda by_rank: max(max(samples) for samples in by_rank),
         "a number for each pass": lambda by_rank: [max(x) for x in zip(*by_rank, strict=True)],
         "the slowest rank's median": lambda by_rank: max(median(samples) for samples in by_rank),
     },
     "check_fit": {
-        "plain least squares": _plain_fit,
+        "unweighted least squares": _unweighted_fit,
         "the smallest and the largest message": lambda n, s: (s[0], n[-1] / s[-1] / 1e9),
         "GB/s for B/s": lambda n, s: (fitted(n, s)[0], fitted(n, s)[1] * 1e9),
     },
     "check_job": {
-        "one GPU a node": {**JOB, "SBATCH_GPUS_PER_NODE": "1"},
-        "GPUs of a type that no cluster has": {**JOB, "SBATCH_GPUS_PER_NODE": "gpu:8"},
+        "one GPU per node": {**JOB, "SBATCH_GPUS_PER_NODE": "1"},
+        "an unknown type of GPU": {**JOB, "SBATCH_GPUS_PER_NODE": "gpu:8"},
         "a number": {**JOB, "SBATCH_GPUS_PER_NODE": 8},
-        "words": {**JOB, "SBATCH_GPUS_PER_NODE": "8 H100"},
+        "a description": {**JOB, "SBATCH_GPUS_PER_NODE": "8 H100"},
         "no interface": {**JOB, "TASP_INTERFACE": ""},
         "arguments forgotten": {**JOB, "arguments": ""},
     },
     "check_ratio": {
         "the slowest rank only": lambda data: _ratio(data, all_ranks=False),
-        "wrong results, too": _ratio,
+        "a ratio of wrong results, too": _ratio,
     },
     "check_recap": {
         "with the first call": [1.4, "modelled", 16, "latency", 2],

@@ -6,14 +6,14 @@ from typing import Any
 
 import tasp_core as tasp
 from tasp_core import Machine, Plan
-from tasp_course.unit_12 import HEADS, HIDDEN, ROW, Messages, busiest, machine_of, texts
+from tasp_course.unit_12 import HEADS, HIDDEN, LENGTHS, Messages, busiest, machine_of, texts
 
 MI300X = {"text": texts()["mi300x"], "tflops": 450}
 ON = machine_of(MI300X)
 
 
-def _plan(schedule: str, layout: str, row: tuple[int, ...] = ROW) -> Plan:
-    return tasp.plan(row, ON.ranks, schedule=schedule, layout=layout, machine=ON)
+def _plan(schedule: str, layout: str, lengths: tuple[int, ...] = LENGTHS) -> Plan:
+    return tasp.plan(lengths, ON.ranks, schedule=schedule, layout=layout, machine=ON)
 
 
 def _lost_hop() -> Plan:
@@ -34,11 +34,13 @@ def _one_step(machine: Machine, steps: list[Messages]) -> float:
 
 
 def _alone(machine: Machine, steps: list[Messages]) -> float:
-    return sum(max(n / machine.route_gbps(a, b) / 1e9 for a, b, n in some) for some in steps)
+    return sum(
+        max(n / machine.route_gbps(a, b) / 1e9 for a, b, n in messages) for messages in steps
+    )
 
 
 def _all_bytes(machine: Machine, steps: list[Messages]) -> float:
-    return sum(sum(_busy(machine, some).values()) for some in steps)
+    return sum(sum(_busy(machine, messages).values()) for messages in steps)
 
 
 def _defence(plan: Plan) -> dict[str, Any]:
@@ -60,30 +62,30 @@ WRONG = {
         "one GPU": {"text": texts()["one_gpu"], "tflops": 450},
         "no kernel rate": {"text": texts()["mi300x"]},
         "the name of a text": {**MI300X, "text": "mi300x"},
-        "ways that share parts": {**MI300X, "text": texts()["a100_pcie"]},
+        "routes that share links of the host": {**MI300X, "text": texts()["a100_pcie"]},
     },
     "check_plan": {
         "contiguous": _plan("ring", "contiguous"),
         "even as if one document": _plan("tasp", "zigzag"),
-        "another row": _plan("tasp", "per_document", (65536,)),
+        "another sequence": _plan("tasp", "per_document", (65536,)),
         "a lost hop": _lost_hop(),
         "a name": "tasp",
         "on another machine": tasp.plan(
-            ROW, 8, schedule="tasp", layout="per_document", machine="mi300x"
+            LENGTHS, 8, schedule="tasp", layout="per_document", machine="mi300x"
         ),
     },
     "check_prediction": {
         "the first step": _one_step,
         "all resources one after the other": _all_bytes,
         "each message alone": _alone,
-        "half": lambda machine, steps: _alone(machine, steps) / 2,
+        "half the time": lambda machine, steps: _alone(machine, steps) / 2,
         "a constant": lambda machine, steps: 0.9,
     },
     "check_defence": {
         "no such resource": {**DEFENCE, "busiest": "the network"},
         "the bound itself": {**DEFENCE, "bounds": 1.0},
         "not hidden": {**DEFENCE, "hidden": "no"},
-        "of another row": _defence(_plan("tasp", "per_document", (65536,))),
+        "of another sequence": _defence(_plan("tasp", "per_document", (65536,))),
     },
     "check_recap": {
         "yes": ["yes", "check", "bytes", "recorded", 1.25],

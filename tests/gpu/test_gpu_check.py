@@ -16,16 +16,10 @@ from tasp_core.kernels.aten import AtenCpu
 from tasp_core.lab.bench import one_process as virtual
 from tasp_core.lab.bench.accuracy import Inputs, Reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHECK = str(Path(__file__).parent / "check.py")
 DOCS = tasp.Documents.of([37, 81, 0, 2, 60])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(monkeypatch, *options):

@@ -1,7 +1,6 @@
-"""Collect result files into one table, a row for every figure, each labelled with how it was found.
+"""Collect result files into one table, a row for every figure, each labelled measured, modelled or bound.
 
-Columns: file, kind, case, method, tokens, ranks, ccr, quantity, how (measured, modelled, bound), subchunk,
-samples, median, least, most. Raw samples stay in the files.
+Its columns are the fields of `Figure`. Raw samples stay in the files.
 """
 
 from __future__ import annotations
@@ -16,11 +15,18 @@ import numpy as np
 
 from ...errors import PlanError
 from ...result_file import SCHEMA
-from .emulated_cases import ccr
+from .emulated_cases import case_ccr
 
 
 class Figure(NamedTuple):
-    """One row of the table."""
+    """One row of the table.
+
+    Attributes:
+        ccr: the case's computation-to-communication ratio, where it is known.
+        quantity: e.g. "whole forward". how: measured, modelled or bound.
+        unit: of median, least and most: "s".
+        samples: how many there are; `median`, `least` and `most` are theirs.
+    """
 
     file: str
     kind: str
@@ -31,23 +37,23 @@ class Figure(NamedTuple):
     ccr: float | None
     quantity: str
     how: str
-    subchunk: str
+    unit: str
     samples: int
     median: float
     least: float
     most: float
 
 
-Head = tuple[str, str, str, str, int, int, float | None]
+Head = tuple[str, str, str, str, int, int, float | None]  # file to ccr
 
 
-def _figures(head: Head, row: dict[str, Any]) -> Iterator[Figure]:
+def _figures(head: Head, method: dict[str, Any]) -> Iterator[Figure]:
     """Measured samples and predictions of one method."""
-    for name, values in row["samples"].items():
+    for name, values in method["samples"].items():
         middle = float(np.median(values))
         yield Figure(*head, name, "measured", "s", len(values), middle, min(values), max(values))
-    for name, value in row["predicted"].items():
-        if value is not None and (row["samples"] or name.startswith("bound")):
+    for name, value in method["predicted"].items():
+        if value is not None and (method["samples"] or name.startswith("bound")):
             how = "bound" if name.startswith("bound") else "modelled"
             yield Figure(*head, name, how, "s", 1, value, value, value)
 
@@ -55,56 +61,31 @@ def _figures(head: Head, row: dict[str, Any]) -> Iterator[Figure]:
 def _fabric(file: str, data: dict[str, Any]) -> Iterator[Figure]:
     for case in data["cases"]:
         config = case["config"]
-        ratio = ccr(case)
+        tokens, ranks, ratio = sum(config["lengths"]), config["ranks"], case_ccr(case)
         known = None if np.isnan(ratio) else ratio
-        for row in case["methods"]:
-            yield from _figures(
-                (
-                    file,
-                    "fabric",
-                    case["title"],
-                    row["label"],
-                    sum(config["lengths"]),
-                    config["ranks"],
-                    known,
-                ),
-                row,
-            )
+        for method in case["methods"]:
+            head = file, "fabric", case["title"], method["label"], tokens, ranks, known
+            yield from _figures(head, method)
 
 
 def _attention(file: str, data: dict[str, Any]) -> Iterator[Figure]:
     config = data["config"]
-    base = data["rows"][0]["label"]
-    ratios = {row["tokens"]: row["ccr"] for row in data["rows"] if row["label"] == base}
-    mask = "causal" if config["causal"] else "full"
-    case = f"{config['ranks']} ranks, {mask}, heads {config['heads']}:{config['kv_heads']}"
+    baseline = data["rows"][0]["label"]
+    ratios = {row["tokens"]: row["ccr"] for row in data["rows"] if row["label"] == baseline}
+    ranks, mask = config["ranks"], "causal" if config["causal"] else "full"
+    case = f"{ranks} ranks, {mask}, heads {config['heads']}:{config['kv_heads']}"
     for row in data["rows"]:
-        head = (
-            file,
-            "attention",
-            case,
-            row["label"],
-            row["tokens"],
-            config["ranks"],
-            ratios[row["tokens"]],
-        )
+        tokens = row["tokens"]
+        head = file, "attention", case, row["label"], tokens, ranks, ratios[tokens]
         yield from _figures(head, row)
 
 
 def _packed(file: str, data: dict[str, Any]) -> Iterator[Figure]:
-    run = data["run"]
-    for row in run["methods"]:
-        label = f"{row['layout']} {row['schedule']}"
-        head = (
-            file,
-            "packed",
-            "SFT row",
-            label,
-            run["config"]["tokens"],
-            run["config"]["ranks"],
-            None,
-        )
-        yield from _figures(head, {"samples": {"whole": row["wall_s"]}, "predicted": {}})
+    config = data["run"]["config"]
+    for method in data["run"]["methods"]:
+        label = f"{method['layout']} {method['schedule']}"
+        head = file, "packed", "SFT row", label, config["tokens"], config["ranks"], None
+        yield from _figures(head, {"samples": {"whole": method["wall_s"]}, "predicted": {}})
 
 
 READERS = {"fabric": _fabric, "attention": _attention, "packed": _packed}

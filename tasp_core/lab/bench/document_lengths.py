@@ -1,4 +1,4 @@
-"""Rows of document lengths as training meets them: pretraining, sft, code and one giant document.
+"""Document lengths of packed sequences as in training: pretraining, sft, code and one giant document.
 
     row_lengths("sft", 2**20, seed=0)    int64 lengths that sum to 2**20; the same for the same seed
 
@@ -35,9 +35,9 @@ NAMES = (*LOGNORMALS, "giant")
 
 
 def row_lengths(name: str, total: int, seed: int) -> np.ndarray:
-    """Lengths in tokens of the documents of a row of `total` tokens, int64; they sum to `total`.
+    """Lengths in tokens of the documents of a packed sequence, int64; they sum to `total`.
 
-    "giant" is one document of half the row among documents of 64 to 512 tokens. The last
+    "giant" is one document of half the sequence among documents of 64 to 512 tokens. The last
     document drawn is cut to fit.
 
     >>> row_lengths("sft", 4096, seed=0).tolist()
@@ -49,7 +49,7 @@ def row_lengths(name: str, total: int, seed: int) -> np.ndarray:
     if name not in NAMES:
         raise ValueError(f"no distribution {name!r} of document lengths; known: {', '.join(NAMES)}")
     if total < 0:
-        raise ValueError(f"a row has 0 or more tokens, got {total}")
+        raise ValueError(f"a packed sequence has 0 or more tokens, got {total}")
     rng = np.random.default_rng(seed)
     if name != "giant":
         return _fill(total, lambda count: LOGNORMALS[name].draw(rng, count))

@@ -1,6 +1,7 @@
-"""What `fabric bench` runs on emulated machines (rows, machines, methods), and the goals it is held to.
+"""What `fabric bench` runs on emulated machines, and the goals that its results are compared with.
 
-CCR is computation alone over the communication alone of the case's first method (the baseline).
+A case is a packed sequence, a machine and methods; the first method is the baseline. Its CCR is the
+baseline's computation over the baseline's communication, each measured alone.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from ...sequence.documents import Documents
 from ..emulation.device import CALL_S, CORE_TFLOPS
 from ..emulation.wiring import PROCESSOR, emulated
 from .document_lengths import row_lengths
-from .passes import MODES, Mode
+from .figures import Result, ccr, median, total
+from .passes import DIRECTIONS, MODES, Mode
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to compute a row."""
+    """One plan's settings, as a result file names them."""
 
     label: str
     schedule: str
@@ -34,7 +36,7 @@ class Method:
     intra: int = 1
 
     def plan(self, docs: Documents, on: Machine) -> Plan:
-        """Its plan."""
+        """The plan for these documents on this machine."""
         return plan(
             docs,
             on.ranks,
@@ -48,7 +50,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Case:
-    """One row on one emulated machine by several methods; the first is what the others are held to."""
+    """One packed sequence on one emulated machine by several methods, the baseline first."""
 
     group: str  # a goal is about all cases of a group
     machine: str
@@ -62,11 +64,11 @@ class Case:
     backward: bool = False
     modes: tuple[Mode, ...] = MODES
     repeats: int = 5
-    tflops: float = 0.0  # of each rank's own emulated device; 0: kernels share this machine's cores
+    tflops: float = 0.0  # of each rank's emulated device; 0: kernels share this machine's cores
 
     @property
     def docs(self) -> Documents:
-        """Its documents."""
+        """The documents of the packed sequence."""
         return Documents.of(self.lengths, causal=self.causal)
 
     def on(self) -> Machine:
@@ -74,16 +76,16 @@ class Case:
         return emulated(machine(self.machine), link_mbit=self.link_mbit)
 
     def config(self) -> dict[str, Any]:
-        """Its definition as a result file holds it."""
+        """The definition as a result file has it."""
         return asdict(self) | {"lengths": list(self.lengths), "ranks": self.on().ranks}
 
     def device(self) -> dict[str, Any]:
-        """What the simulator knows of emulated devices, if any: messages and merges go on beside them."""
+        """Fields of a Machine that emulated devices set, if there are any: messages cost them no time."""
         rates = {"tflops": self.tflops, "backward_tflops": self.tflops, "kernel_s": CALL_S}
         return rates | dict.fromkeys(("memory_gbps", *PROCESSOR), 0.0) if self.tflops else {}
 
     def with_ccr(self, ccr: float) -> Case:
-        """The case on devices that compute `ccr` times as long as Ring's messages keep a link busy."""
+        """The case on devices whose computation lasts `ccr` times as long as Ring's communication."""
         docs, ranks = self.docs, self.on().ranks
         pairs = float((docs.lengths.astype(float) ** 2).sum()) / (1 + self.causal)
         kv_bytes = docs.total / ranks * 2 * self.kv_heads * self.head_dim * 4
@@ -92,12 +94,13 @@ class Case:
         return replace(self, tflops=operations / (ccr * ring_s) / 1e12)
 
     def __str__(self) -> str:
-        row = f"{sum(self.lengths)} tokens"
-        row += f" in {len(self.lengths)} documents" if len(self.lengths) > 1 else ""
+        """The title, which tells cases apart in result files."""
+        tokens = f"{sum(self.lengths)} tokens"
+        tokens += f" in {len(self.lengths)} documents" if len(self.lengths) > 1 else ""
         mask, both = ("causal" if self.causal else "full"), ", forward and backward" * self.backward
         heads = f"heads {self.heads}:{self.kv_heads} of {self.head_dim}"
         device = f", devices of {self.tflops * 1e3:.3g} GFLOP/s" if self.tflops else ""
-        return f"{self.group}: {self.on().name}, {row}, {mask}, {heads}{both}{device}"
+        return f"{self.group}: {self.on().name}, {tokens}, {mask}, {heads}{both}{device}"
 
 
 FULL = (Method("Ring", "ring", "contiguous"), Method("TASP", "tasp", "contiguous"))
@@ -119,7 +122,6 @@ NODES = (
     Method("wave", "wave", "contiguous"),
     Method("paced", "paced", "contiguous"),
 )
-TALK: tuple[Mode, ...] = ("communication",)
 
 
 def cases(*, quick: bool = False) -> list[Case]:
@@ -136,27 +138,37 @@ def cases(*, quick: bool = False) -> list[Case]:
         for mbit, reps, ccrs in ((20.0, 3, (0.05, 0.14, 0.5)), (50.0, 5, (0.14, 0.5, 1.0)))
         for ccr in ccrs
     ]
-    talk = [
-        Case("volume", "mesh8", 50.0, (tokens,), FULL, False, backward=True, modes=TALK, repeats=n)
+    communication: tuple[Mode, ...] = ("communication",)
+    volume = [
+        Case(
+            "volume",
+            "mesh8",
+            50.0,
+            (tokens,),
+            FULL,
+            False,
+            backward=True,
+            modes=communication,
+            repeats=n,
+        )
         for tokens, n in ((2240, 4), (4480, 3), (8960, 2))
     ]
-    row = tuple(row_lengths("sft", 16384, 1000).tolist())
+    lengths = tuple(row_lengths("sft", 16384, 1000).tolist())
     packed = Case(
-        "packed", "mesh8", 50.0, row, PACKED, heads=8, kv_heads=2, backward=True, repeats=3
+        "packed", "mesh8", 50.0, lengths, PACKED, heads=8, kv_heads=2, backward=True, repeats=3
     )
     nodes = Case("nodes", "mesh4x2", 64.3, (2048,), NODES, False, 16, 16, repeats=5)
-    own = [replace(case, tflops=CORE_TFLOPS) for case in (packed, nodes)]
+    on_devices = [replace(case, tflops=CORE_TFLOPS) for case in (packed, nodes)]
     if quick:
-        return [mesh[2], devices[3], talk[0], replace(own[1], lengths=(512,), repeats=2)]
-    return [*mesh, *devices, *talk, packed, nodes, *own]
+        return [mesh[2], devices[3], volume[0], replace(on_devices[1], lengths=(512,), repeats=2)]
+    return [*mesh, *devices, *volume, packed, nodes, *on_devices]
 
 
-Row = dict[str, Any]
 DEVICES, CORES = "a device a rank", "ranks share cores"
 
 
 class Goal(NamedTuple):
-    """A figure that must be at least (or at most) so much, and the worst that was found."""
+    """A bound of a figure, and the worst value that was measured (`found`, as in result files)."""
 
     text: str
     needs: float
@@ -165,6 +177,7 @@ class Goal(NamedTuple):
 
     @property
     def met(self) -> bool:
+        """Whether the worst value is within the bound (NaN is not)."""
         return self.found >= self.needs if self.at_least else self.found <= self.needs
 
     def __str__(self) -> str:
@@ -172,108 +185,18 @@ class Goal(NamedTuple):
         return f"{verdict:<8}{self.found:>7.3f} (needs {sign} {self.needs:g})  {self.text}"
 
 
-def median(row: Row, name: str) -> float:
-    """Median of a method's samples of that name; NaN if it was not measured."""
-    return float(np.median(row["samples"].get(name, [np.nan])))
-
-
-def total(row: Row, mode: str) -> float:
-    """Median seconds of all passes of a mode."""
-    names = [name for name in row["samples"] if name.startswith(mode)]
-    return float(np.median(np.sum([row["samples"][n] for n in names], axis=0))) if names else np.nan
-
-
-def ccr(case: Row) -> float:
-    """Computation over communication of the baseline, all passes."""
-    return total(case["methods"][0], "computation") / total(case["methods"][0], "communication")
-
-
-def gaps(cases: Iterable[Row]) -> list[tuple[str, float]]:
-    """(what, predicted over measured - 1) of communication and of whole passes."""
-    return [
-        (f"{case['title']}, {row['label']}, {name}", row["predicted"][name] / median(row, name) - 1)
-        for case in cases
-        for row in case["methods"]
-        for name in row["samples"]
-        if not name.startswith("computation")
-    ]
-
-
-def _over(case: Row, name: str, label: str, other: str | None = None) -> float:
-    """How many times longer `other` (default: the baseline) takes than the method `label`."""
-    rows = {row["label"]: row for row in case["methods"]}
-    slow = rows[other] if other else case["methods"][0]
-    return total(slow, name) / total(rows[label], name)
-
-
-def _volume(volume: list[Row]) -> Iterable[Goal]:
-    talk = [(c, row) for c in volume for row in c["methods"][1:]]
-    for direction, needs in (("forward", 6.3), ("backward", 5.5)):
-        name = f"communication {direction}"
-        over = [median(r, name) / r["predicted"][f"bound {direction}"] for _, r in talk]
-        gain = [median(c["methods"][0], name) / median(r, name) for c, r in talk]
-        if direction == "forward":
-            yield Goal("TASP's communication over the link bound, forward", 1.1, max(over), False)
-        yield Goal(f"TASP's communication against Ring's, {direction}", needs, min(gain))
-
-
-def _mesh(mesh: list[Row], where: str) -> Iterable[Goal]:
-    """End to end on kernels that run as `where` says."""
-    for mbit, share in ((20.0, 0.85), (50.0, 0.8)):
-        here = [c for c in mesh if c["config"]["link_mbit"] == mbit]
-        for label in sorted({c["methods"][1]["label"] for c in here}):
-            some = [c for c in here if c["methods"][1]["label"] == label]
-            gains = [(ccr(c), _over(c, "whole", label)) for c in some]
-            text = f"{label} end to end, {mbit:g} Mbit/s, {where}"
-            if mbit == 20.0:
-                yield Goal(f"{text}, least CCR", 6.3, min(gains)[1])
-            parts = [g / min(7, 1 / x) for x, g in gains if 0.05 <= x <= 1.0]
-            if parts:
-                yield Goal(f"{text}, of min(7, 1/CCR), CCR 0.05 to 1", share, min(parts))
-
-
-def _own(case: Row) -> str:
-    """On what its kernels run."""
-    return DEVICES if case["config"].get("tflops") else CORES
-
-
-def _packed(case: Row) -> Iterable[Goal]:
-    wanted = {"Zigzag-Ring": 3.0, "Zigzag-TASP": 1.5, "Ulysses": 1.2, "all_gather": 1.2}
-    for other, needs in wanted.items():
-        found = _over(case, "whole", "SAP balanced", other)
-        yield Goal(f"packed row, balanced SAP against {other}, {_own(case)}", needs, found)
-
-
-def _nodes(case: Row) -> Iterable[Goal]:
-    rows = {row["label"]: row for row in case["methods"]}
-    for other in [label for label in rows if label not in ("wave", "paced")]:
-        for mode in ("communication", "whole"):
-            found = _over(case, mode, "wave", other)
-            if mode == "whole" or _own(case) == CORES:
-                on = f", {_own(case)}" * (mode == "whole")
-                yield Goal(f"two nodes, wave against {other}, {mode}{on}", 1.0, found)
-    worst = max(abs(gap) for _, gap in gaps([case]))
-    text = f"two nodes, prediction against measurement, worst, {_own(case)}"
-    yield Goal(text, 0.1, worst, False)
-    if _own(case) == DEVICES:
-        return
-    name = "communication forward"
-    over = median(rows["wave"], name) / rows["wave"]["predicted"]["bound forward"]
-    yield Goal("two nodes, wave's communication over the cut bound", 1.15, over, False)
-
-
-def judge(cases: list[Row]) -> list[Goal]:
+def goals_of(cases: list[Result]) -> list[Goal]:
     """Every goal that these results have a figure for."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Result]] = {}
     for case in cases:
         groups.setdefault(case["config"]["group"], []).append(case)
     goals = [*_volume(groups["volume"])] if "volume" in groups else []
     goals += _mesh(groups.get("devices", []), DEVICES)
     goals += _mesh(groups.get("mesh", []), CORES)
-    goals += [g for c in groups.get("packed", []) for g in _packed(c)]
-    goals += [g for c in groups.get("nodes", []) for g in _nodes(c)]
+    goals += [goal for case in groups.get("packed", []) for goal in _packed(case)]
+    goals += [goal for case in groups.get("nodes", []) for goal in _nodes(case)]
     for where in (DEVICES, CORES):
-        errors = [abs(gap) for _, gap in gaps(c for c in cases if _own(c) == where)]
+        errors = [abs(gap) for _, gap in gaps(c for c in cases if _kernels_on(c) == where)]
         if errors:
             text = f"prediction against measurement, {where}"
             goals.append(Goal(f"{text}, median", 0.1, float(np.median(errors)), False))
@@ -281,36 +204,114 @@ def judge(cases: list[Row]) -> list[Goal]:
     return goals
 
 
-def table(case: Row) -> str:
-    """Measured medians (least..most), bound, prediction, CCR and speed-up over the first method."""
+def _volume(cases: list[Result]) -> Iterable[Goal]:
+    pairs = [(case["methods"][0], tasp) for case in cases for tasp in case["methods"][1:]]
+    for direction, needs in (("forward", 6.3), ("backward", 5.5)):
+        name = f"communication {direction}"
+        if direction == "forward":
+            over = [median(tasp, name) / tasp["predicted"]["bound forward"] for _, tasp in pairs]
+            yield Goal("TASP's communication over the link bound, forward", 1.1, max(over), False)
+        gain = min(median(ring, name) / median(tasp, name) for ring, tasp in pairs)
+        yield Goal(f"TASP's communication against Ring's, {direction}", needs, gain)
+
+
+def _mesh(cases: list[Result], where: str) -> Iterable[Goal]:
+    """Whole passes of TASP against Ring, with kernels that run as `where` says."""
+    for mbit, part in ((20.0, 0.85), (50.0, 0.8)):
+        at_rate = [case for case in cases if case["config"]["link_mbit"] == mbit]
+        for label in sorted({case["methods"][1]["label"] for case in at_rate}):
+            gains = [
+                (case_ccr(case), _gain(case, "whole", label))
+                for case in at_rate
+                if case["methods"][1]["label"] == label
+            ]
+            text = f"{label} end to end, {mbit:g} Mbit/s, {where}"
+            if mbit == 20.0:
+                yield Goal(f"{text}, least CCR", 6.3, min(gains)[1])
+            parts = [gain / min(7, 1 / ccr) for ccr, gain in gains if 0.05 <= ccr <= 1.0]
+            if parts:
+                yield Goal(f"{text}, of min(7, 1/CCR), CCR 0.05 to 1", part, min(parts))
+
+
+def _packed(case: Result) -> Iterable[Goal]:
+    needed = {"Zigzag-Ring": 3.0, "Zigzag-TASP": 1.5, "Ulysses": 1.2, "all_gather": 1.2}
+    for other, needs in needed.items():
+        text = f"packed row, balanced SAP against {other}, {_kernels_on(case)}"
+        yield Goal(text, needs, _gain(case, "whole", "SAP balanced", other))
+
+
+def _nodes(case: Result) -> Iterable[Goal]:
+    methods, where = {m["label"]: m for m in case["methods"]}, _kernels_on(case)
+    for other in [label for label in methods if label not in ("wave", "paced")]:
+        if where == CORES:
+            gain = _gain(case, "communication", "wave", other)
+            yield Goal(f"two nodes, wave against {other}, communication", 1.0, gain)
+        gain = _gain(case, "whole", "wave", other)
+        yield Goal(f"two nodes, wave against {other}, whole, {where}", 1.0, gain)
+    worst = max(abs(gap) for _, gap in gaps([case]))
+    yield Goal(f"two nodes, prediction against measurement, worst, {where}", 0.1, worst, False)
+    if where == CORES:
+        name = "communication forward"
+        over = median(methods["wave"], name) / methods["wave"]["predicted"]["bound forward"]
+        yield Goal("two nodes, wave's communication over the cut bound", 1.15, over, False)
+
+
+def _kernels_on(case: Result) -> str:
+    return DEVICES if case["config"].get("tflops") else CORES
+
+
+def _gain(case: Result, mode: str, label: str, other: str | None = None) -> float:
+    """How many times longer `other` (default: the baseline) takes than the method `label`."""
+    methods = {m["label"]: m for m in case["methods"]}
+    slow = methods[other] if other else case["methods"][0]
+    return total(slow, mode) / total(methods[label], mode)
+
+
+def case_ccr(case: Result) -> float:
+    """The CCR of a case: that of its baseline."""
+    return ccr(case["methods"][0], case["methods"][0])
+
+
+def gaps(cases: Iterable[Result]) -> list[tuple[str, float]]:
+    """(what, predicted over measured - 1) of communication and of whole passes."""
+    return [
+        (f"{case['title']}, {m['label']}, {name}", m["predicted"][name] / median(m, name) - 1)
+        for case in cases
+        for m in case["methods"]
+        for name in m["samples"]
+        if not name.startswith("computation")
+    ]
+
+
+def table(case: Result) -> str:
+    """Measured medians [least most], bound, prediction, CCR and speed-up over the baseline."""
     lines = [
         f"{'':<15}{'communication s':>21} {'/bound':>7} {'predicted':>9} {'computation':>11} {'CCR':>6} "
         f"{'whole s':>21} {'predicted':>9} {'x':>6}"
     ]
-    base = case["methods"][0]
-    for row in case["methods"]:
-        for way in ("forward", "backward"):
-            talk, alone, whole = (
-                f"{mode} {way}" for mode in ("communication", "computation", "whole")
-            )
-            if talk not in row["samples"]:
+    baseline = case["methods"][0]
+    for method in case["methods"]:
+        for direction in DIRECTIONS:
+            communication, computation, both = (f"{mode} {direction}" for mode in MODES)
+            if communication not in method["samples"]:
                 continue
-            bound = row["predicted"][f"bound {way}"] or np.nan
+            measured = {name: median(method, name) for name in (communication, computation, both)}
+            bound = method["predicted"][f"bound {direction}"] or np.nan
             cells = [
-                f"{row['label']:<13} {way[0]}",
-                f"{_span(row, talk):>21}",
-                f"{median(row, talk) / bound:>7.2f}",
-                f"{row['predicted'][talk]:>9.3f}",
-                f"{median(row, alone):>11.3f}",
-                f"{median(row, alone) / median(base, talk):>6.2f}",
-                f"{_span(row, whole):>21}",
-                f"{row['predicted'][whole]:>9.3f}",
-                f"{median(base, whole) / median(row, whole):>6.2f}",
+                f"{method['label']:<13} {direction[0]}",
+                f"{_span(method, communication):>21}",
+                f"{measured[communication] / bound:>7.2f}",
+                f"{method['predicted'][communication]:>9.3f}",
+                f"{measured[computation]:>11.3f}",
+                f"{measured[computation] / median(baseline, communication):>6.2f}",
+                f"{_span(method, both):>21}",
+                f"{method['predicted'][both]:>9.3f}",
+                f"{median(baseline, both) / measured[both]:>6.2f}",
             ]
             lines.append(" ".join(cells))
     return "\n".join(lines).replace("nan", "  -")
 
 
-def _span(row: Row, name: str) -> str:
-    samples = row["samples"].get(name)
+def _span(method: Result, name: str) -> str:
+    samples = method["samples"].get(name)
     return f"{np.median(samples):.3f} [{min(samples):.3f} {max(samples):.3f}]" if samples else "-"

@@ -10,7 +10,7 @@ Not covered: Ulysses groups, and the schedules' collectives (use exchange="p2p")
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
@@ -22,9 +22,9 @@ from torch import Tensor
 from ...errors import PlanError, TransportError
 from ...kernels.kernel import Kernel
 from ...kernels.resolve import resolve
-from ...lowering.program import Step
+from ...lowering.program import Message
 from ...planning.plan import Plan
-from ...runtime.exchange import Wait
+from ...runtime.exchange import Exchange, Wait
 from ...runtime.execute import Context, run_backward, run_forward
 from ...runtime.packing import Buffers, put_rows, take_rows
 from ...runtime.sharding import shard
@@ -80,20 +80,23 @@ class Mailbox:
         return self.rows.pop(key)
 
 
-class InProcessExchange:
-    """One rank's end of a board, in the place of transport.Exchange."""
+class InProcessExchange(Exchange):
+    """One rank's side of a mailbox; used by one thread, which holds the mailbox's lock while it runs."""
 
-    def __init__(self, board: Mailbox, rank: int) -> None:
-        self.board, self.rank = board, rank
+    def __init__(self, mailbox: Mailbox, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.mailbox = mailbox
 
-    def post(self, t: int, step: Step, buffers: Buffers) -> Wait:
-        for m in step.sends:
-            self.board.put((t, self.rank, m.peer, m.tag), take_rows([m], buffers))
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        for m in sends:
+            self.mailbox.put((t, self.rank, m.peer, m.tag), take_rows([m], buffers))
 
         def wait() -> None:
-            for m in step.recvs:
-                rows = self.board.take((t, m.peer, self.rank, m.tag))
-                with self.board.clock.span("messages"):
+            for m in recvs:
+                rows = self.mailbox.take((t, m.peer, self.rank, m.tag))
+                with self.mailbox.clock.span("messages"):
                     put_rows([m], rows, buffers)
 
         return wait
@@ -116,37 +119,38 @@ class TimedKernel(Kernel):
 
 
 class InProcessRanks:
-    """A plan's ranks with their shards of one row; `clock` holds "all", "messages" and "kernel"."""
+    """A plan's ranks and their shards; `clock` holds the spans "all", "messages" and "kernel"."""
 
     def __init__(self, plan: Plan, inputs: Inputs, kernel: str = "auto") -> None:
-        """Raises PlanError for what virtual ranks do not do."""
+        """Raises PlanError for plans whose messages are not single ones."""
         if plan.intra > 1 or plan.schedule.collective or plan.schedule.exchange != "p2p":
-            raise PlanError(f"virtual ranks exchange single messages only, not {plan.summary()}")
+            raise PlanError(
+                f"ranks in one process exchange single messages only, not {plan.summary()}"
+            )
         self.plan, self.scale = plan, inputs.q.shape[-1] ** -0.5
         self.clock = Clock(inputs.q.device)
-        found = resolve(kernel, inputs.q.device.type, inputs.q.dtype)
-        self.kernel = TimedKernel(found, self.clock)
+        self.kernel = TimedKernel(resolve(kernel, inputs.q.device.type, inputs.q.dtype), self.clock)
         self.shards = [[shard(x, plan, r) for x in inputs.tensors()] for r in range(plan.ranks)]
 
     def _all(self, fn: Callable[[Context, int], Any]) -> list[Any]:
         """fn(context, rank) of every rank; the first error of any."""
-        board = Mailbox(self.clock)
+        mailbox = Mailbox(self.clock)
 
         def one(rank: int) -> Any:
-            ends = InProcessExchange(board, rank)
-            context = Context(self.plan, rank, ends, self.kernel, self.scale)  # type: ignore[arg-type]
-            with board.lock, torch.no_grad():
+            exchange = InProcessExchange(mailbox, rank, self.plan.ranks)
+            context = Context(self.plan, rank, exchange, self.kernel, self.scale)
+            with mailbox.lock, torch.no_grad():
                 return fn(context, rank)
 
         with self.clock.span("all"), ThreadPoolExecutor(self.plan.ranks) as pool:
             return list(pool.map(one, range(self.plan.ranks)))
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        """(out, lse) of every rank, wide."""
+        """(out, lse) of every rank, in the dtype of accumulators."""
         return self._all(lambda context, rank: run_forward(context, *self.shards[rank][:3]))
 
     def backward(self, results: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(dq, dk, dv) of every rank, wide, given (out, lse) of every rank."""
+        """(dq, dk, dv) of every rank, in the dtype of accumulators, from `forward`'s results."""
 
         def one(context: Context, rank: int) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v, dout = self.shards[rank]
@@ -159,10 +163,10 @@ class InProcessRanks:
 def run_in_process(plan: Plan, inputs: Inputs, kernel: str = "auto") -> list[list[Tensor]]:
     """out, lse, dq, dk, dv of every rank; out and gradients in the inputs' dtype."""
     ranks = InProcessRanks(plan, inputs, kernel)
-    found = ranks.forward()
-    grads = ranks.backward(found)
+    results = ranks.forward()
+    grads = ranks.backward(results)
     dtype = inputs.q.dtype
     return [
         [out.to(dtype), lse, *(g.to(dtype) for g in grad)]
-        for (out, lse), grad in zip(found, grads, strict=True)
+        for (out, lse), grad in zip(results, grads, strict=True)
     ]

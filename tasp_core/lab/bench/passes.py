@@ -1,7 +1,7 @@
-"""One plan's pass on one rank, timed whole, or only its communication, or only its computation.
+"""One plan's pass on one rank, timed as a whole, or only its communication, or only its computation.
 
-Whole and communication are `attention` itself, the latter without any kernel call or merge; the
-computation is the executor with an exchange that brings nothing.
+The whole and the communication are `attention` itself, the latter without any kernel call or merge; the
+computation is the executor with an exchange that moves nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...kernels.kernel import Kernel, Triple
 from ...kernels.resolve import resolve
-from ...lowering.program import Step
+from ...lowering.program import Message
 from ...planning.plan import Plan
 from ...runtime.attention import attention
-from ...runtime.exchange import Wait
+from ...runtime.exchange import Exchange, Wait
 from ...runtime.execute import Context, run_backward, run_forward
+from ...runtime.packing import Buffers
 from ...runtime.sharding import shard
 from .accuracy import Errors, Inputs, Reference, run_rank
 
@@ -33,7 +34,7 @@ Samples = dict[str, list[float]]  # by "whole forward" and the like, seconds
 class NoOpKernel(Kernel):
     """No kernel: a pass is its exchange alone."""
 
-    name = "silent"
+    name = "no-op"
     computes = False
 
     def forward(self, *_: Any) -> tuple[Tensor, Tensor]:
@@ -43,19 +44,19 @@ class NoOpKernel(Kernel):
         raise NotImplementedError("NoOpKernel is never called")
 
 
-class NoOpExchange:
-    """An exchange that brings nothing; what would have arrived is filled with usual numbers."""
+class NoOpExchange(Exchange):
+    """An exchange that moves nothing: what would have arrived is filled with ordinary numbers."""
 
-    def post(self, t: int, step: Step, buffers: dict[str, Tensor]) -> Wait:
-        for m in step.recvs:
+    def post(
+        self, t: int, sends: Sequence[Message], recvs: Sequence[Message], buffers: Buffers
+    ) -> Wait:
+        for m in recvs:
             for low, count in m.ranges:
                 buffers[m.buffer][low : low + count] = 0.5
         return lambda: None
 
-    post_all_to_all = post
-
-    def all_gather(self, own: Tensor, arena: Tensor, rows: int) -> Wait:
-        arena.fill_(0.5)
+    def all_gather(self, own: Tensor, gathered: Tensor, rows: int) -> Wait:
+        gathered.fill_(0.5)
         return lambda: None
 
 
@@ -84,7 +85,7 @@ class Pass:
             for backward in (False, True):
                 self._context(None, one).program(backward=backward)
 
-    def _context(self, exchange: Any, kernel: Kernel) -> Context:
+    def _context(self, exchange: Exchange | None, kernel: Kernel) -> Context:
         scale = self.tensors[0].shape[-1] ** -0.5
         return Context(
             self.plan.context_plan, self.rank // self.plan.intra, exchange, kernel, scale
@@ -114,7 +115,8 @@ class Pass:
 
     def _alone(self, backward: bool) -> list[float]:
         """The rank's computation: with Ulysses inside, that of its heads over its group's tokens."""
-        context = self._context(NoOpExchange(), self.kernel)
+        rank, ranks = self.rank // self.plan.intra, self.plan.context_plan.ranks
+        context = self._context(NoOpExchange(rank, ranks), self.kernel)
         tokens = context.plan.num_tokens(context.rank)
         q, k, v, dout = (
             x.new_ones((tokens, max(1, x.shape[-2] // self.plan.intra), x.shape[-1]))
@@ -129,10 +131,10 @@ class Pass:
         ]
 
 
-def held(passes: Sequence[Pass], judge: Reference) -> list[Errors]:
-    """Every method's errors against the oracle, the same on all ranks; this also warms up."""
+def method_errors(passes: Sequence[Pass], reference: Reference) -> list[Errors]:
+    """Every method's errors against the reference, the same on all ranks; this also warms up."""
     return [
-        judge.own_errors(
+        reference.own_errors(
             run_rank(x.rank, x.group, x.plan, x.inputs, x.kernel)[0], x.plan, x.rank, x.group
         )
         for x in passes
@@ -142,7 +144,7 @@ def held(passes: Sequence[Pass], judge: Reference) -> list[Errors]:
 def in_turn(
     passes: Sequence[Pass], *, modes: Sequence[Mode] = MODES, backward: bool, repeats: int
 ) -> list[Samples]:
-    """This rank's samples of every method, methods in turn; all ranks call alike."""
+    """This rank's samples of every method, methods in turn; all ranks call it with the same arguments."""
     results: list[Samples] = [{} for _ in passes]
     for _ in range(repeats):
         for one, samples in zip(passes, results, strict=True):

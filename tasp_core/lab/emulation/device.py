@@ -1,13 +1,14 @@
-"""A device of its own for each rank: kernels that take time and no processor, as on a GPU.
+"""A device of its own for each rank: kernels that take time but no processor, as on a GPU.
 
-Where several ranks share a few cores, their kernels and their messages contend for them, which no rank
-with a GPU knows. A `Device` does each call with the CPU's kernel the first time it is asked for it,
-remembers the result, and from then on gives it back at once and is busy as long as its rate says. As on
-a stream, a call begins when the step before is done and its messages are there, not when the host comes
-round to launching it, and messages wait for it (`finish`). So what is first held against the oracle is
-computed and sent for real, and what is timed then has real messages, real merges (beside the device,
-not on it), and computation that lasts as long as asked for. A call is known by itself: give all passes
-of one plan the same tensors.
+Where several ranks share a few cores, their kernels and their messages contend for them, which does not
+happen to ranks with a GPU each. A `Device` computes each call with the CPU's kernel the first time and
+remembers the result. From then on it returns the result at once and is busy for as long as its rate says.
+
+As on a stream, a call begins when the previous step is done and its messages have arrived, not when the
+host launches it; messages wait for it (`finish`). So the pass that is compared with the reference computes
+and sends for real; passes that are timed have real messages, real merges (on the host, beside the device)
+and computation that lasts as long as was asked for.
+A call is known by its identity: give all passes of one plan the same tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from ...kernels.kernel import Kernel, Triple
 from ...kernels.resolve import resolve
 from ...lowering.program import Call
 
-CORE_TFLOPS = 0.04  # float32, what one core of a laptop does
-CALL_S = 1e-4  # a call's own time: launches and tails
+CORE_TFLOPS = 0.04  # what one core of a laptop does in float32
+CALL_S = 1e-4  # what a call takes besides its operations: launches and tails
 
 
 class Device(Kernel):
-    """Remembered results of the CPU's kernel, and (operations / rate) seconds until the device is free.
+    """Remembered results of the CPU's kernel; each call keeps the device busy for operations / rate.
 
     Args:
-        tflops: operations a second, in 1e12, forward and backward.
+        tflops: 1e12 operations per second, forward and backward.
     """
 
     name = "device"

@@ -1,8 +1,8 @@
-"""The wires that build a Machine out of network namespaces: which pairs, which hubs, which rates.
+"""The wires that build a Machine out of network namespaces: between which ranks and hubs, at which rates.
 
-A transfer over one resource ("link 0>1") is a wire between two ranks. One over an out-resource and
+A transfer over one resource ("link 0>1") is a wire between two ranks. A transfer over an out-resource and
 an in-resource ("port_out 0", "port_in 1") goes over a hub, a bridge in a namespace of its own, to
-which each rank has one wire: NVSwitch ports and NICs. Every wire is shaped at both ends.
+which each rank has one wire: these are NVSwitch ports and NICs. Every wire is shaped at both ends.
 
     >>> from tasp_core import machine
     >>> w = wiring(emulated(machine("mesh2x2"), link_mbit=64.3))
@@ -10,9 +10,9 @@ which each rank has one wire: NVSwitch ports and NICs. Every wire is shaped at b
     ([(0, 1, 64.3), (2, 3, 64.3), (0, 'nic', 50.0)], {1: 'to1', 2: 'nic', 3: 'nic'})
 
 `shape` writes the lines for `tc` that limit what an interface sends. Where one interface leads to several
-ranks (a NIC, a switch's port) their bytes take turns, as those of connections do on a real NIC. In one
-queue for all, a message that says that a receiver is ready would wait behind what is sent to others.
-Nothing is built here; network.py does.
+ranks (a NIC, a switch's port), each of them has a queue, and the queues take turns, as connections do on a
+real NIC: in a single queue a short message to one rank would wait behind what is sent to others.
+Nothing is built here; network.py does that.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from ...machines.machine import Machine
 MOST_RANKS = 250  # addresses are 10.77.0.1 and up
 RATES = ("link_gbps", "port_gbps", "host_gbps", "nic_gbps")
 PROCESSOR = ("message_cpu_s", "copy_gbps", "ranks_a_core")
+MTU = 65000
+PACKET = MTU + 14  # with its Ethernet header
+BURST_S, LEAST_BURST = 1e-3, 128 << 10  # a token bucket holds so many seconds of its rate, or bytes
+QUEUE_BYTES = 16 << 20
+FIRST_CLASS = 0x10  # number of the first rank's queue
 KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps", "message_s", *PROCESSOR)
 
 
@@ -45,7 +50,7 @@ class Wire(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """All wires, the hubs they use, and by rank the interface through which each peer is reached."""
+    """All wires, the hubs they lead to, and by rank and peer the interface that leads to the peer."""
 
     wires: tuple[Wire, ...]
     hubs: tuple[str, ...]
@@ -55,7 +60,7 @@ class Wiring(NamedTuple):
 def emulated(machine: Machine, *, link_mbit: float) -> Machine:
     """The machine slowed down until a link or port inside a node carries `link_mbit` Mbit/s.
 
-    All ratios of rates are kept; what it says of kernels is dropped, as they are not emulated.
+    All ratios of rates are kept. Its figures of kernels are set to 0: kernels are not emulated.
 
     Raises:
         TopologyError: a rate that is not positive.
@@ -86,7 +91,7 @@ def wiring(machine: Machine) -> Wiring:
     """The wires that make up a machine.
 
     Raises:
-        TopologyError: too many ranks, or a transfer that neither a wire nor a hub can carry.
+        TopologyError: too few or too many ranks, or a transfer that neither a wire nor a hub can carry.
     """
     if not 2 <= machine.ranks <= MOST_RANKS:
         raise TopologyError(
@@ -102,41 +107,31 @@ def wiring(machine: Machine) -> Wiring:
                 continue
             used = machine.resources(src, dst)
             rates = [machine.capacity_gbps(name) * 8e3 for name in used]
-            hub, way = used[0].partition("_")[::2] if used else ("", "")
+            hub, direction = used[0].partition("_")[::2] if used else ("", "")
             if len(used) == 1:
                 if src < dst:
                     back = machine.capacity_gbps(machine.resources(dst, src)[0]) * 8e3
                     wires.append(Wire(src, dst, rates[0], back))
                 via[src][dst] = f"to{dst}"
-            elif [*used] == [f"{hub}_out {src}", f"{hub}_in {dst}"] and way:
+            elif [*used] == [f"{hub}_out {src}", f"{hub}_in {dst}"] and direction:
                 ends.setdefault((hub, src), {})["out"] = rates[0]
                 ends.setdefault((hub, dst), {})["in"] = rates[1]
                 via[src][dst] = hub
             else:
                 raise TopologyError(
-                    f"machine {machine.name!r}: the emulated network cannot build the way "
-                    f"{src}>{dst} over {', '.join(used) or 'nothing'}; it knows a link of their own, "
-                    "or one out-port and one in-port"
+                    f"machine {machine.name!r}: the emulated network cannot build the route "
+                    f"{src}>{dst} over {', '.join(used) or 'nothing'}; it builds a link between two "
+                    "ranks, or one out-port and one in-port"
                 )
     wires += [Wire(rank, hub, ends[hub, rank]["out"], ends[hub, rank]["in"]) for hub, rank in ends]
     return Wiring(tuple(wires), tuple(dict.fromkeys(hub for hub, _ in ends)), via)
 
 
-BURST_S, LEAST_BURST, QUEUE_BYTES, MTU = 1e-3, 128 << 10, 16 << 20, 65000
-PACKET = MTU + 14  # with its Ethernet header
-FIRST = 0x10  # number of the first rank's class
-
-
-def address(rank: int) -> str:
-    """A rank's own, the same on all its interfaces."""
-    return f"10.77.0.{rank + 1}"
-
-
 def shape(name: str, mbit: float, side: str, peers: Sequence[int]) -> list[str]:
-    """Limit what interface `name` sends.
+    """Lines for `tc` that limit what interface `name` sends.
 
     Args:
-        side: "dst" where `peers` are those it sends to, "src" where it sends what comes from them.
+        side: "dst" if the interface sends to `peers`, "src" if it sends what comes from them.
 
     >>> shape("to1", 50.0, "dst", [1])
     ['qdisc add dev to1 root tbf rate 50000000bit burst 131072 limit 16777216']
@@ -148,10 +143,10 @@ def shape(name: str, mbit: float, side: str, peers: Sequence[int]) -> list[str]:
     if len(peers) < 2:
         return [f"qdisc add dev {name} root tbf rate {rate}bit burst {burst} limit {QUEUE_BYTES}"]
     lines = [
-        f"qdisc add dev {name} root handle 1: htb default {FIRST:x}",
+        f"qdisc add dev {name} root handle 1: htb default {FIRST_CLASS:x}",
         f"class add dev {name} parent 1: classid 1:1 htb rate {rate}bit burst {burst} cburst {burst}",
     ]
-    for number, peer in enumerate(peers, FIRST):
+    for number, peer in enumerate(peers, FIRST_CLASS):
         lines += [
             f"class add dev {name} parent 1:1 classid 1:{number:x} htb rate {rate // len(peers)}bit "
             f"ceil {rate}bit burst {PACKET} cburst {burst} quantum {PACKET}",
@@ -159,3 +154,8 @@ def shape(name: str, mbit: float, side: str, peers: Sequence[int]) -> list[str]:
             f"match ip {side} {address(peer)}/32 flowid 1:{number:x}",
         ]
     return lines
+
+
+def address(rank: int) -> str:
+    """A rank's IP address, the same on all its interfaces."""
+    return f"10.77.0.{rank + 1}"

@@ -1,11 +1,11 @@
-"""Checkpoints of a sharded model and its AdamW: whole or absent, for any number of ranks, no pickle.
+"""Checkpoints of a sharded model and its AdamW: complete or absent, for any number of ranks, no pickle.
 
-    save(folder, step, model, optimizer, note)     # folder/step-00000010/: safetensors and note.json
-    note = load(latest(folder), model, optimizer)  # the model may be sharded over more or fewer ranks
+    save(folder, step, model, optimizer, metadata)     # folder/step-00000010/: safetensors and note.json
+    metadata = load(latest(folder), model, optimizer)  # the model may be sharded over more or fewer ranks
 
 torch.distributed.checkpoint writes each rank's part into step-N.part; when all of it is on disk, one
-rename makes it a checkpoint. Whoever is killed before leaves the last one as it was. The note has
-every file's SHA-256, which `load` compares: ranks share the reading.
+rename makes it a checkpoint. A run that is killed before then leaves the previous checkpoint as it was. The
+metadata have every file's SHA-256, which `load` compares; the ranks divide the files among them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from torch.distributed.checkpoint.hf_storage import (
 
 from ...errors import PlanError
 
-NOTE = "note.json"
+METADATA = "note.json"
 SCHEMA = 2
 KEEP = 2  # older checkpoints are removed
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
+_ADVICE = "move it away to go on from the one before"
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and the optimiser's moments, by name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, w in model.named_parameters():
         values = {"weight": w.detach(), **optimizer.state[w]}
-        found |= {f"{kind}.{name}": values[kind] for kind in KINDS}
-    return found
+        tensors |= {f"{kind}.{name}": values[kind] for kind in KINDS}
+    return tensors
 
 
 def save(
@@ -50,9 +51,13 @@ def save(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    note: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> Path:
-    """Write a checkpoint on all ranks of the default group; `note` is what else to remember, as JSON."""
+    """Write a checkpoint, on all ranks of the default group.
+
+    Args:
+        metadata: what else to store, as JSON.
+    """
     final, first = folder / f"step-{step:08d}", dist.get_rank() == 0
     part = final.with_suffix(".part")
     if first:
@@ -67,8 +72,8 @@ def save(
     digests = _digests(part, sizes)
     if first:
         files = {name: [sizes[name], digests[name]] for name in sizes}
-        with open(part / NOTE, "w") as file:
-            json.dump({"schema": SCHEMA, "step": step, "files": files, **note}, file, indent=1)
+        with open(part / METADATA, "w") as file:
+            json.dump({"schema": SCHEMA, "step": step, "files": files, **metadata}, file, indent=1)
             os.fsync(file.fileno())
         _sync(part)
         part.rename(final)
@@ -80,26 +85,26 @@ def save(
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the files that rank 0 names, on all ranks of the default group: each reads its part.
+    """SHA-256 of the files that rank 0 names, on all ranks of the default group; each rank reads its part.
 
-    What a rank cannot read has the error's text for a digest.
+    A file that cannot be read has the error's text instead.
     """
-    told = [sorted(names)]
-    dist.broadcast_object_list(told)
-    mine = {}
-    for name in told[0][dist.get_rank() :: dist.get_world_size()]:
+    all_names = [sorted(names)]
+    dist.broadcast_object_list(all_names)
+    own = {}
+    for name in all_names[0][dist.get_rank() :: dist.get_world_size()]:
         try:
             with open(folder / name, "rb") as file:
-                mine[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                own[name] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            mine[name] = str(error)
+            own[name] = str(error)
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    dist.all_gather_object(parts, own)
     return {name: digest for part in parts for name, digest in part.items()}
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder onto the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -112,41 +117,39 @@ def latest(folder: Path) -> Path | None:
     return max(folder.glob("step-????????"), default=None)
 
 
-def read_note(path: Path) -> dict[str, Any]:
-    """What `save` was told to remember, and "step".
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The metadata that `save` stored, and "step".
 
     Raises:
-        PlanError: a torn checkpoint, or something else; nothing is changed.
+        PlanError: an incomplete checkpoint, or something else; nothing is changed.
     """
     try:
-        note = json.loads((path / NOTE).read_text())
-        schema = note.get("schema")
-        listed = note["files"] if schema == SCHEMA else {}
+        metadata = json.loads((path / METADATA).read_text())
+        schema = metadata.get("schema")
+        listed = metadata["files"] if schema == SCHEMA else {}
         files = {name: (size, (path / name).stat().st_size) for name, (size, _) in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"checkpoint {path} is torn or none: {error}; {_ADVICE}") from None
     if schema != SCHEMA:
         raise PlanError(f"checkpoint {path} has schema {schema!r}, this version reads {SCHEMA}")
-    for name, (size, found) in files.items():
-        if found != size:
+    for name, (size, size_on_disk) in files.items():
+        if size_on_disk != size:
             raise PlanError(
-                f"checkpoint {path} is torn: {name} has {found} of {size} bytes; {_ADVICE}"
+                f"checkpoint {path} is torn: {name} has {size_on_disk} of {size} bytes; {_ADVICE}"
             )
-    return note
-
-
-_ADVICE = "move it away to go on from the one before"
+    return metadata
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill a model and its AdamW, sharded in any way, from a checkpoint; returns its note.
+    """Fill a model and its AdamW, sharded in any way, from a checkpoint; returns its metadata.
 
     Raises:
-        PlanError: a torn or damaged checkpoint, or one of a model with other tensors.
+        PlanError: an incomplete or damaged checkpoint, or one of a model with other tensors.
     """
-    note = read_note(path)
-    found = _digests(path, note["files"])
-    if bad := [name for name, (_, digest) in note["files"].items() if found[name] != digest]:
+    metadata = read_metadata(path)
+    files = metadata["files"]
+    digests = _digests(path, files)
+    if bad := [name for name, (_, digest) in files.items() if digests[name] != digest]:
         raise PlanError(
             f"checkpoint {path} is damaged: {bad[0]} is not what was written; {_ADVICE}"
         )
@@ -162,7 +165,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
             f"{ours.get(name, 'absent')} here"
         )
     for w in weights.values():
-        step = torch.tensor(float(note["step"]))
+        step = torch.tensor(float(metadata["step"]))
         optimizer.state[w] = {"step": step, **{m: torch.zeros_like(w) for m in MOMENTS}}
     dcp.load(_tensors(model, optimizer), storage_reader=reader)
-    return note
+    return metadata

@@ -1,15 +1,13 @@
-"""Training data: packed rows of bytes from text files, and each rank's batches of them.
+"""Training data: packed sequences of bytes from text files, and each rank's batches of them.
 
-    corpus = Corpus.of(["books/", "notes.txt", "chats.jsonl"])       # nothing: Python's own manual
-    for row in packed_rows(corpus.split()[0], tokens=65536, seed=0):  # goes on from row.cursor
-        plan = tasp.plan(row.docs, ranks)
+    corpus = Corpus.of(["books/", "notes.txt", "chats.jsonl"])        # no path: Python's own manual
+    train, held_out = corpus.split()
+    for batch in ahead(batches(train, 65536, 1, make_plan, rank=rank)):   # goes on from batch.cursor
+        ...
 
-A document is a text file, or a line {"prompt": ..., "response": ...} of a .jsonl file. Documents come in
-a new order each epoch; one that does not fit is cut, and the rest of it begins the next row as a
-document of its own. `ahead` runs any of this in a thread, so that plans are ready when a step begins.
-`batches` makes what a training step consumes: this rank's tokens, labels, positions and plans.
-`manual_row` is a row without any file: Python's own manual, one topic per document, one byte per token.
-Not covered: tokenizers, shards of a data set (every rank reads all of it).
+A document is a text file, or a line {"prompt": ..., "response": ...} of a .jsonl file; a token is a byte.
+Documents come in a new order each epoch; one that does not fit is cut, and the rest of it begins the next
+sequence as a document of its own. Not covered: tokenizers; shards of a data set, as every rank reads all.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from ...planning.plan import Plan
 from ...sequence.documents import Documents
 
 T = TypeVar("T")
+IGNORE = -100  # the label of a token without a target
 
 
 class Item(NamedTuple):
@@ -40,23 +39,6 @@ class Item(NamedTuple):
     path: str
     low: int
     size: int
-
-
-class Cursor(NamedTuple):
-    """Where a stream goes on: a document of an epoch's order, from its byte `offset`."""
-
-    epoch: int = 0
-    document: int = 0
-    offset: int = 0
-
-
-class Row(NamedTuple):
-    """One packed row: ids uint8 [T], which of them are prompt bool [T], and where the next row begins."""
-
-    ids: np.ndarray
-    prompt: np.ndarray
-    docs: Documents
-    cursor: Cursor
 
 
 @dataclass(frozen=True)
@@ -73,30 +55,24 @@ class Corpus:
             PlanError: a path that does not exist, or no text at all.
         """
         if not paths:
-            from pydoc_data.topics import topics
-
-            names = sorted(topics)
-            return cls(tuple(Item(n, -1, len(_topic(n)[0])) for n in names))
+            return cls(tuple(Item(n, -1, len(_topic(n)[0])) for n in sorted(topics)))
         items: list[Item] = []
-        for given in map(Path, paths):
-            if not given.exists():
-                raise PlanError(f"no data file or folder {str(given)!r}")
-            files = (
-                sorted(p for p in given.rglob("*") if p.is_file()) if given.is_dir() else [given]
-            )
+        for root in map(Path, paths):
+            if not root.exists():
+                raise PlanError(f"no data file or folder {str(root)!r}")
+            files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
             for path in files:
-                items += (
-                    _lines(path)
-                    if path.suffix == ".jsonl"
-                    else [Item(str(path), 0, path.stat().st_size)]
-                )
+                if path.suffix == ".jsonl":
+                    items += _lines(path)
+                else:
+                    items.append(Item(str(path), 0, path.stat().st_size))
         items = [item for item in items if item.size]
         if not items:
             raise PlanError(f"no text in {', '.join(map(str, paths))}")
         return cls(tuple(items))
 
     def split(self, held_out: int = 20) -> tuple[Corpus, Corpus]:
-        """Documents to train on, and every `held_out`-th, in a shuffled order, held out."""
+        """Documents to train on, and those held out: every `held_out`-th in a shuffled order."""
         order = np.random.default_rng(held_out).permutation(len(self.items))
         part = {int(i) for i in order[::held_out]} if len(order) > 1 else set()
         train = (x for i, x in enumerate(self.items) if i not in part)
@@ -127,8 +103,7 @@ class Corpus:
 
 
 def _topic(name: str) -> tuple[bytes, int]:
-    from pydoc_data.topics import topics
-
+    """A topic of Python's manual; its title is the prompt."""
     title = f"{name}:\n".encode()
     return title + topics[name].strip().encode(), len(title)
 
@@ -145,6 +120,7 @@ def _lines(path: Path) -> list[Item]:
 
 
 def _parse(item: Item, data: bytes) -> tuple[bytes, int]:
+    """A document's bytes, and how many of them are its prompt."""
     where = f"data file {item.path!r}"
     try:
         text = data.decode()
@@ -166,22 +142,39 @@ def _parse(item: Item, data: bytes) -> tuple[bytes, int]:
     return prompt + response, len(prompt)
 
 
-def packed_rows(
-    corpus: Corpus, tokens: int, *, seed: int = 0, cursor: Cursor | None = None
-) -> Iterator[Row]:
-    """Rows of exactly `tokens` bytes, without end, from `cursor` on.
+class Cursor(NamedTuple):
+    """Where a stream goes on: a document of an epoch's order, from its byte `offset`."""
 
-    Equal arguments give equal rows, so every rank can make all of them and no rank has to send any.
+    epoch: int = 0
+    document: int = 0
+    offset: int = 0
+
+
+class PackedSequence(NamedTuple):
+    """ids uint8 [T], which of them are prompt bool [T], and where the next sequence begins."""
+
+    ids: np.ndarray
+    prompt: np.ndarray
+    docs: Documents
+    cursor: Cursor
+
+
+def packed_sequences(
+    corpus: Corpus, tokens: int, *, seed: int = 0, cursor: Cursor | None = None
+) -> Iterator[PackedSequence]:
+    """Sequences of exactly `tokens` bytes, without end, from `cursor` on.
+
+    Equal arguments give equal sequences, so every rank makes all of them and no rank has to send any.
 
     Raises:
         PlanError: no document at all, or one that `Corpus.read` refuses.
 
-    >>> row = next(packed_rows(Corpus.of(), 4096))
-    >>> row.docs.total, len(row.ids), len(row.docs.lengths) > 1
+    >>> sequence = next(packed_sequences(Corpus.of(), 4096))
+    >>> sequence.docs.total, len(sequence.ids), len(sequence.docs.lengths) > 1
     (4096, 4096, True)
     """
     if not corpus.items or tokens < 1:
-        raise PlanError(f"no rows of {tokens} tokens from {len(corpus.items)} documents")
+        raise PlanError(f"no sequences of {tokens} tokens from {len(corpus.items)} documents")
     at = cursor or Cursor()
     order = _order(corpus, seed, at.epoch)
     data, prompt = corpus.read(order[at.document])
@@ -202,15 +195,91 @@ def packed_rows(
                     order = _order(corpus, seed, at.epoch)
                 data, prompt = corpus.read(order[at.document])
         docs = Documents.of([len(p) for p in parts])
-        yield Row(np.concatenate(parts), np.concatenate(prompts), docs, at)
+        yield PackedSequence(np.concatenate(parts), np.concatenate(prompts), docs, at)
 
 
 def _order(corpus: Corpus, seed: int, epoch: int) -> list[int]:
     return np.random.default_rng([seed, epoch]).permutation(len(corpus.items)).tolist()
 
 
+class Local(NamedTuple):
+    """A rank's tokens of a packed sequence: ids, labels and positions int64 [t]; and its plan."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    plan: Plan
+
+
+class Batch(NamedTuple):
+    """A training step: its rows (packed sequences) on this rank, and totals over the rows of all ranks."""
+
+    rows: tuple[Local, ...]
+    targets: int  # tokens with a label
+    tokens: int
+    documents: int
+    pairs: int  # visible (query, key) pairs
+    cursor: Cursor
+
+
+def batches(
+    corpus: Corpus,
+    tokens: int,
+    rows: int,
+    make_plan: Callable[[Documents], Plan],
+    *,
+    rank: int = 0,
+    part: int = 0,
+    parts: int = 1,
+    sft: bool = False,
+    seed: int = 0,
+    cursor: Cursor | None = None,
+) -> Iterator[Batch]:
+    """Training steps of `rows` packed sequences each, without end; they do not depend on the ranks.
+
+    Args:
+        tokens: of each sequence. make_plan: documents -> their plan.
+        rank: this one among the ranks that share a sequence.
+        part, parts: this data-parallel group takes every parts-th row, from `part` on; parts divides rows.
+        sft: tokens of prompts are no targets.
+    """
+    stream = packed_sequences(corpus, tokens, seed=seed, cursor=cursor)
+    while True:
+        step = [next(stream) for _ in range(rows)]
+        labels = [labels_of(row, sft=sft) for row in step]
+        local = []
+        for row, target in list(zip(step, labels, strict=True))[part::parts]:
+            plan = make_plan(row.docs)
+            own = plan.tokens(rank)
+            ids = row.ids[own].astype(np.int64)
+            local.append(Local(ids, target[own], plan.positions(rank), plan))
+        yield Batch(
+            tuple(local),
+            sum(int((x != IGNORE).sum()) for x in labels),
+            tokens * rows,
+            sum(len(row.docs.lengths) for row in step),
+            sum(row.docs.num_pairs for row in step),
+            step[-1].cursor,
+        )
+
+
+def labels_of(sequence: PackedSequence, *, sft: bool) -> np.ndarray:
+    """Each token's successor in its document, int64 [T]; -100 at ends and, with `sft`, before prompts.
+
+    >>> ids, prompt = np.uint8([5, 6, 7, 8]), np.bool_([1, 1, 0, 0])
+    >>> labels_of(PackedSequence(ids, prompt, Documents.of([3, 1]), Cursor()), sft=True).tolist()
+    [-100, 7, -100, -100]
+    """
+    target = sequence.ids.astype(np.int64)
+    if sft:
+        target[sequence.prompt] = IGNORE
+    labels = np.append(target[1:], IGNORE)
+    labels[sequence.docs.cu_seqlens[1:] - 1] = IGNORE
+    return labels
+
+
 def ahead(items: Iterable[T], depth: int = 1) -> Iterator[T]:
-    """The same items, made `depth` ahead in a thread; an error comes where its item would have.
+    """The same items, made `depth` ahead in a thread; an error is raised where its item would have come.
 
     >>> list(ahead(range(3)))
     [0, 1, 2]
@@ -236,99 +305,21 @@ def ahead(items: Iterable[T], depth: int = 1) -> Iterator[T]:
             raise item
 
 
-IGNORE = -100
-
-
-class Local(NamedTuple):
-    """A rank's tokens of a row: ids, labels and positions int64 [t]; and the row's plan."""
-
-    ids: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    plan: Plan
-
-
-class Batch(NamedTuple):
-    """A step: the rank's share of its rows, and what is true of all rows of the step on every rank."""
-
-    rows: tuple[Local, ...]
-    targets: int  # labelled tokens of the step
-    tokens: int
-    documents: int
-    pairs: int  # visible (query, key) pairs
-    cursor: Cursor
-
-
-def labels_of(row: Row, *, sft: bool) -> np.ndarray:
-    """Each token's successor in its document, int64 [T]; -100 at ends, and with sft before prompt tokens.
-
-    >>> row = Row(np.uint8([5, 6, 7, 8]), np.bool_([1, 1, 0, 0]), Documents.of([3, 1]), Cursor())
-    >>> labels_of(row, sft=True).tolist()
-    [-100, 7, -100, -100]
-    """
-    target = row.ids.astype(np.int64)
-    if sft:
-        target[row.prompt] = IGNORE
-    labels = np.append(target[1:], IGNORE)
-    labels[row.docs.cu_seqlens[1:] - 1] = IGNORE
-    return labels
-
-
-def batches(
-    corpus: Corpus,
-    tokens: int,
-    rows: int,
-    make: Callable[[Documents], Plan],
-    *,
-    rank: int = 0,
-    part: int = 0,
-    parts: int = 1,
-    sft: bool = False,
-    seed: int = 0,
-    cursor: Cursor | None = None,
-) -> Iterator[Batch]:
-    """Steps of `rows` rows each, without end; the rows do not depend on how they are spread.
-
-    Args:
-        make: a row's documents -> its plan. rank: this one among those of a row.
-        part, parts: this data-parallel part takes every parts-th row; parts divides rows.
-    """
-    stream = packed_rows(corpus, tokens, seed=seed, cursor=cursor)
-    while True:
-        step = [next(stream) for _ in range(rows)]
-        labels = [labels_of(row, sft=sft) for row in step]
-        mine = []
-        for row, target in list(zip(step, labels, strict=True))[part::parts]:
-            plan = make(row.docs)
-            own = plan.tokens(rank)
-            mine.append(
-                Local(row.ids[own].astype(np.int64), target[own], plan.positions(rank), plan)
-            )
-        yield Batch(
-            tuple(mine),
-            sum(int((x != IGNORE).sum()) for x in labels),
-            tokens * rows,
-            sum(len(row.docs.lengths) for row in step),
-            sum(row.docs.num_pairs for row in step),
-            step[-1].cursor,
-        )
-
-
-def manual_row(tokens: int, first: int = 0) -> tuple[np.ndarray, Documents]:
-    """A row of `tokens` byte tokens: manual topics in a shuffled order, the last one cut to fit.
+def manual_sequence(tokens: int, first: int = 0) -> tuple[np.ndarray, Documents]:
+    """A packed sequence of `tokens` bytes: topics of Python's manual, shuffled, the last one cut to fit.
 
     Args:
         first: where in the shuffled order to begin; the order repeats.
 
     Returns:
-        ids int64 [tokens] in 0..255, and the row's documents.
+        ids int64 [tokens] in 0..255, and their documents.
 
-    >>> ids, docs = manual_row(4096)
+    >>> ids, docs = manual_sequence(4096)
     >>> docs.total, len(ids), len(docs.lengths) > 2
     (4096, 4096, True)
     """
     if tokens < 1:
-        raise PlanError(f"a row needs at least 1 token, got {tokens}")
+        raise PlanError(f"a packed sequence needs at least 1 token, got {tokens}")
     names = sorted(topics)
     random.Random(7).shuffle(names)
     parts: list[np.ndarray] = []

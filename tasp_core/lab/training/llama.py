@@ -1,7 +1,8 @@
 """A byte-level Llama of any size: rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
-It knows nothing of ranks: it is given its tokens' positions and a function that attends. The smallest
-trains in a demo, yet is complete enough that a wrong position or gradient shows in the loss.
+The model knows nothing of ranks: it takes its tokens' positions and a function that attends. The smallest
+one trains in the demo, and is complete enough that a wrong position or gradient shows in the loss.
+Shapes: T tokens, D model width, H heads, K kv heads, F hidden width of SwiGLU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True)
 class Size:
-    """Widths of a model; `hidden` is SwiGLU's inner width."""
+    """Widths of a model; `hidden` is that of SwiGLU."""
 
     dim: int
     layers: int
@@ -88,21 +89,21 @@ class Block(nn.Module):
         """q [T, H, D], k [T, K, D], v [T, K, D] of normed inputs, q and k rotated."""
         packed = self.qkv(self.norm1(x_TD)).unflatten(-1, (-1, self.head_dim))
         q, k, v = packed.split(self.sizes, dim=1)
-        # v as a copy: as a part of `packed` it would keep all of that alive with it
+        # v is copied: a view would keep all of `packed` alive
         return rotate(q, positions), rotate(k, positions), v.contiguous()
 
     def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x_TD = x_TD + self.out(attend(*self.heads(x_TD, positions)).flatten(1))
-        gate, up = self.up(self.norm2(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down(silu(gate) * up)
+        gate_TF, up_TF = self.up(self.norm2(x_TD)).chunk(2, dim=-1)
+        return x_TD + self.down(silu(gate_TF) * up_TF)
 
 
 class TinyLlama(nn.Module):
     """`layers` blocks over byte tokens; forward(ids [T], positions [T], attend) -> logits [T, 256].
 
     Args:
-        recompute: "none": every activation is kept; "kept": blocks are run again in the backward pass
-            but for attention and its messages; "all": these too.
+        recompute: what is computed again in the backward pass. "none": nothing; "kept": blocks without
+            attention and its messages, whose results are kept; "all": these too.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ def llama(size: str, recompute: Recompute = "none") -> TinyLlama:
 
 @torch.no_grad()
 def init_weights(model: TinyLlama, seed: int) -> None:
-    """Seeded weights, one tensor after the other: the same whether and however they are sharded."""
+    """Seeded weights, one tensor after the other: the same however they are sharded."""
     depth = (2 * len(model.blocks)) ** -0.5
     for i, (name, w) in enumerate(model.named_parameters()):
         if w.dim() == 1:

@@ -1,18 +1,19 @@
-"""Memory of a training step on one rank: what it should be, and what it is.
+"""Memory of a training step on one rank: a model of it, and how to measure it.
 
-The model (d width, q = heads and kv heads together, h SwiGLU's width, all in values a token; L layers):
+The model (d width, q = width of q, k and v together, h SwiGLU's width, all in values per token; L layers):
 
-    states       16 bytes a parameter / world size: weight, gradient, two moments
+    states       16 bytes per parameter / world size: weight, gradient, two moments
     gathered     two blocks and the root's weights, one block's gradient; nothing on one rank
     saved        L x (x d, q k v q, out d, lse) where attention is kept; L x d where all runs again;
                  L x (5 d + 2 q + 4 h, rotary 4 head dims, lse, 2) where nothing runs again (float32)
-    kept keys    rows that attention(keep_kv=True) keeps x keys and values, L times; none where all runs
-                 again: one block's at a time, in place of buffers in which keys travel
+    kept KV      L x the rows that attention(keep_kv=True) keeps; none where all runs again: then one
+                 block's at a time are kept, in place of KV receive buffers
     working      one block of the backward pass: 4 d + q + 6 h, and its own q k v, out where all runs again;
                  d + 3 h where nothing does
     logits       3 x vocabulary in float32, where that is more than a block
 
-What a rank holds of a row is tokens / P, so saved and working fall with P, states with the world size.
+A rank holds 1/P of a packed sequence's tokens, so saved and working fall with P, the ranks that share a
+sequence; states fall with the world size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .llama import VOCABULARY, Size
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what for."""
+    """Bytes of one rank, by purpose."""
 
     states: int
     gathered: int
@@ -44,12 +45,18 @@ class Memory:
 
 
 def predict(
-    size: Size, tokens: int, world: int, recompute: str, itemsize: int = 4, *, kept_rows: int = 0
+    size: Size,
+    tokens: int,
+    world_size: int,
+    recompute: str,
+    itemsize: int = 4,
+    *,
+    kept_rows: int = 0,
 ) -> Memory:
-    """The model's figures for a rank that holds `tokens` tokens of a row.
+    """The model's figures for a rank that holds `tokens` tokens.
 
     Args:
-        kept_rows: with attention(keep_kv=True), the rows it keeps: tokens and
+        kept_rows: with attention(keep_kv=True), the rows of KV it keeps: `tokens` +
             `lower(plan, rank, keep_kv=True).kv_buffer_rows`.
 
     Raises:
@@ -72,17 +79,17 @@ def predict(
     saved, working = modes[recompute]
     kept = 0 if recompute == "all" else kept_rows * kv * itemsize
     logits = 3 * VOCABULARY * 4
-    alone = world == 1
+    alone = world_size == 1
     return Memory(
-        16 * size.parameters // world,
+        16 * size.parameters // world_size,
         0 if alone else (2 * block + root) * itemsize + block * 4,
         size.layers * (tokens * saved + kept),
         tokens * max(working * itemsize, logits),
     )
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a rank's weights and optimiser states."""
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's weights and optimiser states."""
     values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     return sum(_local(v).numel() * v.element_size() for v in values)
 
@@ -92,7 +99,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def measure_cpu(step: Callable[[], Any]) -> int:
-    """Most bytes that were allocated at once while `step` ran, beyond those before it (CPU tensors)."""
+    """Peak of the bytes that `step` allocates for CPU tensors, beyond those allocated before it."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         step()

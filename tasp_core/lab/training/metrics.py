@@ -1,7 +1,7 @@
 """A run's metrics: one JSON object per line, in a file that goes on where a resumed run does.
 
-`bucket_loss` is the held-out loss by position in the document: does a token far into a long document
-profit from it?
+`bucket_loss` is the evaluation: the loss of held-out text by position in the document, which shows
+whether a token far into a long document profits from it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch.nn.functional import cross_entropy
 
 from .data import IGNORE, Local
 
-EVERY_S = 10.0  # between two lines for people
+EVERY_S = 10.0  # between two printed lines
+BUCKETS = (0, 64, 256, 1024, 4096, 16384, 65536)  # positions at which a bucket begins
 
 
 class Metrics:
-    """Appends to metrics.jsonl and prints a line now and then; does nothing on ranks but the first."""
+    """Appends to metrics.jsonl and prints a line now and then, on the first rank alone."""
 
     def __init__(self, path: Path, step: int, *, speaks: bool) -> None:
-        """Drop what a killed run wrote after `step`: it will be written again."""
-        self.path, self.speaks, self.said = path, speaks, -EVERY_S
+        """Remove the lines that a killed run wrote after `step`: they will be written again."""
+        self.path, self.speaks, self.printed_s = path, speaks, -EVERY_S
         if speaks:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [text for text in _lines(path) if json.loads(text)["step"] <= step]
@@ -41,10 +42,10 @@ class Metrics:
                 file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
 
     def say(self, text: str, *, now: bool = True) -> None:
-        """A line for people; unless `now`, only when the last is old."""
-        if self.speaks and (now or time.monotonic() - self.said >= EVERY_S):
+        """Print a line; unless `now`, only when the last one is EVERY_S old."""
+        if self.speaks and (now or time.monotonic() - self.printed_s >= EVERY_S):
             print(text, flush=True)
-            self.said = time.monotonic()
+            self.printed_s = time.monotonic()
 
 
 def _lines(path: Path) -> list[str]:
@@ -58,9 +59,6 @@ def read(path: Path, kind: str = "step") -> list[dict[str, Any]]:
     return [line for line in map(json.loads, _lines(path)) if line["kind"] == kind]
 
 
-BUCKETS = (0, 64, 256, 1024, 4096, 16384, 65536)  # a bucket begins at each
-
-
 def bucket_loss(
     rows: Iterable[Local],
     logits_of: Callable[[Local], Tensor],
@@ -69,8 +67,8 @@ def bucket_loss(
     """Mean loss of the rows' labelled tokens, in all and by their position in their document.
 
     Args:
-        rows: this rank's tokens. logits_of: a row -> logits [t, V].
-        add_up: sums over the ranks, so that every rank gets the same answer.
+        rows: this rank's tokens of packed sequences. logits_of: a row -> logits [t, V].
+        add_up: sums values over the ranks, so that every rank returns the same.
 
     Returns:
         {"all" or "FROM+": {"loss", "targets"}}, buckets without a labelled token left out.

@@ -1,4 +1,4 @@
-"""Train the tiny Llama on packed rows of real text, on one rank or several, by the same code."""
+"""Train the tiny Llama on packed sequences of real text, on one rank or several, by the same code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...planner import plan
 from ...runtime.attention import attention
 from ...runtime.loss import next_token_labels, token_loss
 from ...runtime.sharding import shard
-from .data import manual_row
+from .data import manual_sequence
 from .llama import TinyLlama
 
 
@@ -28,20 +28,19 @@ def train(
     seed: int = 0,
     lr: float = 3e-3,
 ) -> list[float]:
-    """One rank of `ranks`: `steps` AdamW steps, a new packed row and a new plan each; the losses.
+    """The losses of `steps` AdamW steps, each on a new packed sequence with a new plan, on each of `ranks`.
 
-    nan for a row without a target.
-
-    Gradients add up over ranks (see loss.py), so every rank keeps the same weights.
+    The loss of a sequence without a target is NaN. Gradients are summed over ranks (see runtime/loss.py),
+    so that every rank keeps the same weights.
     """
     torch.manual_seed(seed)
     model = TinyLlama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
     losses = []
     for step in range(steps):
-        row, docs = manual_row(tokens, first=5 * step)
+        tokens_of_step, docs = manual_sequence(tokens, first=5 * step)
         p = plan(docs, ranks, schedule=schedule, layout=layout)
-        ids = torch.from_numpy(row)
+        ids = torch.from_numpy(tokens_of_step)
         labels = shard(next_token_labels(ids, docs), p, rank)
         local, positions = shard(ids, p, rank), torch.from_numpy(p.positions(rank))
         logits = model(local, positions, lambda q, k, v, p=p: attention(q, k, v, p, group))

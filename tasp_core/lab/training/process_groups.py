@@ -1,4 +1,4 @@
-"""A training process among the others, and the signals that ask it to stop."""
+"""The process groups of a training run, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .settings import Settings
 
 
 class Stop:
-    """Inside `with`, SIGUSR1 and SIGTERM do no more than set `asked`."""
+    """Inside the `with` block, SIGUSR1 and SIGTERM only set `asked`."""
 
     def __init__(self) -> None:
         self.asked = False
-        self.before: dict[int, Any] = {}
+        self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._ask)
+            self.handlers[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -42,7 +42,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Ranks as rows at once x ranks a row ("dp" x "sp"), and where this process's tensors live."""
+    """All ranks as a mesh of data parallelism x sequence parallelism, and this process's device.
+
+    Attributes:
+        mesh: its axes are "dp" (packed sequences at the same time) and "sp" (ranks that share one).
+        everyone: the same ranks on one axis.
+    """
 
     mesh: DeviceMesh
     everyone: DeviceMesh
@@ -50,10 +55,10 @@ class ProcessGroups:
 
     @classmethod
     def join(cls, s: Settings) -> ProcessGroups:
-        """Meet the others, by torchrun's environment, or alone.
+        """Join the other processes, as torchrun's environment says; without it, alone.
 
         Raises:
-            PlanError: a world size that the plan cannot have.
+            PlanError: a number of processes that the settings do not fit.
         """
         started = dist.is_initialized()
         size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,7 +70,7 @@ class ProcessGroups:
         parts = size // ranks
         if s.rows % parts:
             raise PlanError(
-                f"{s.rows} rows a step cannot be shared out to {parts} groups of {ranks} ranks; set --rows"
+                f"{s.rows} rows per step do not divide among {parts} groups of {ranks} ranks; set --rows"
             )
         plan(
             [s.tokens],
@@ -89,16 +94,16 @@ class ProcessGroups:
 
     @property
     def size(self) -> int:
-        """All processes."""
+        """How many processes there are."""
         return self.mesh.size()
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process prints and writes for all."""
         return dist.get_rank() == 0
 
     def add_up(self, values: Sequence[Any]) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """The sum of each value over all ranks, in float64."""
         packed = torch.stack([torch.as_tensor(v).double().to(self.device) for v in values])
         dist.all_reduce(packed)
         return packed.tolist()

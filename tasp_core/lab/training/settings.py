@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ...errors import PlanError
 from .llama import Recompute
 
 DTYPES = ("float32", "bfloat16")
-# What a resumed run has in common with the one it goes on from; ranks, schedule, layout may change.
+# What a resumed run must have in common with the run it continues; ranks, schedule, layout may change.
 TRAJECTORY = (
     "size",
     "tokens",
@@ -29,33 +29,35 @@ TRAJECTORY = (
 
 @dataclass(frozen=True)
 class Settings:
-    """A run; every field is an option of slurm/train.py, described there."""
+    """A run; every field is an option of slurm/train.py, with this text for help."""
 
-    out: Path
-    data: tuple[str, ...] = ()
-    size: str = "tiny"
-    tokens: int = 4096
-    rows: int = 1
-    steps: int = 100
-    ranks: int = 0
-    schedule: str = "tasp"
-    layout: str = "zigzag"
-    machine: str | None = None
-    intra: int = 1
-    kernel: str = "auto"
-    dtype: str = "float32"
-    recompute: Recompute = "kept"
-    sft: bool = False
-    lr: float = 3e-3
-    warmup: int = 10
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    save_every: int = 50
-    eval_every: int = 0
-    eval_rows: int = 1
-    peak_tflops: float | None = None
-    gbps: float | None = None
+    out: Annotated[Path, "Folder for checkpoints, metrics.jsonl and run.json."]
+    data: Annotated[tuple[str, ...], "File or folder; repeat. Default: Python's manual."] = ()
+    size: Annotated[str, "tiny, 15m, 110m, 350m, 1b, 3b, 7b."] = "tiny"
+    tokens: Annotated[int, "Tokens (bytes) of a packed sequence."] = 4096
+    rows: Annotated[int, "Packed sequences per step, of all ranks together."] = 1
+    steps: Annotated[int, "Optimiser steps."] = 100
+    ranks: Annotated[int, "Ranks that share a packed sequence; 0: all."] = 0
+    schedule: Annotated[str, "See python -m tasp_core plan --help."] = "tasp"
+    layout: Annotated[str, "See python -m tasp_core plan --help."] = "zigzag"
+    machine: Annotated[str | None, "A name, or a JSON file."] = None
+    intra: Annotated[int, "Ulysses degree: ranks of a group that divides the heads."] = 1
+    kernel: Annotated[str, "auto, math, aten or flash."] = "auto"
+    dtype: Annotated[str, "Of computation: float32 or bfloat16."] = "float32"
+    recompute: Annotated[
+        Recompute, "Activations: none, kept (all but attention run again), all."
+    ] = "kept"
+    sft: Annotated[bool, "Do not train on prompts."] = False
+    lr: Annotated[float, "Learning rate after the warm-up."] = 3e-3
+    warmup: Annotated[int, "Steps of the warm-up."] = 10
+    weight_decay: Annotated[float, "AdamW's."] = 0.01
+    clip: Annotated[float, "Largest gradient norm."] = 1.0
+    seed: Annotated[int, "Of weights and of the documents' order."] = 0
+    save_every: Annotated[int, "Steps between checkpoints."] = 50
+    eval_every: Annotated[int, "Steps between evaluations on held-out text; 0: never."] = 0
+    eval_rows: Annotated[int, "Packed sequences of an evaluation."] = 1
+    peak_tflops: Annotated[float | None, "Of a device, for MFU."] = None
+    gbps: Annotated[float | None, "GB/s a rank sends, for the roofline."] = None
 
     def __post_init__(self) -> None:
         least = {
@@ -89,16 +91,16 @@ class Settings:
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, through)))
 
     def trajectory(self, data: str) -> dict[str, Any]:
-        """The settings in TRAJECTORY, and the data's fingerprint."""
-        found = asdict(self)
-        return {name: found[name] for name in TRAJECTORY} | {"data": data}
+        """The settings in TRAJECTORY, and `data`, the fingerprint of the corpus."""
+        values = asdict(self)
+        return {name: values[name] for name in TRAJECTORY} | {"data": data}
 
 
 def refuse_other_run(ours: dict[str, Any], stored: dict[str, Any], where: Path) -> None:
     """Raise PlanError where a checkpoint's trajectory is not ours."""
     other = [name for name in ours if ours[name] != stored.get(name)]
     if other:
-        found = ", ".join(f"{n} {stored.get(n)!r} (now {ours[n]!r})" for n in other)
+        changes = ", ".join(f"{n} {stored.get(n)!r} (now {ours[n]!r})" for n in other)
         raise PlanError(
-            f"{where} is of another run: {found}; give the same settings, or another --out"
+            f"{where} is of another run: {changes}; give the same settings, or another --out"
         )

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # 8. Packed rows
+# # 8. Packed sequences
 #
-# Afterwards you can say which keys a packed row needs where, leave out what nobody needs, spread the work
-# evenly, and run the result on real ranks. Needs units 2, 3 and 4.
+# Afterwards you can say which KV of a packed sequence is needed on which rank, leave out hops that no rank
+# needs, spread the work evenly, and run the result on real ranks. Needs units 2, 3 and 4.
 
 # %% tags=["setup"]
 import numpy as np
@@ -16,26 +16,28 @@ from visualize.widgets import explore_mask
 # %% [markdown]
 # ## Picture and question (5 min)
 #
-# Training data is packed: documents of all lengths lie end to end in one row. A token sees its own
-# document, up to itself. Here are five documents over four ranks. *Whose keys does rank 3 need?*
+# Training data is packed: documents of all lengths follow each other in one sequence. A token sees its own
+# document, up to itself. Here are five documents over four ranks. *Which ranks hold KV that rank 3 needs?*
 
 # %%
 plan = tasp.plan(LENGTHS, RANKS, schedule="ring", layout="contiguous")
 visualize.mask(plan)
 
 # %% [markdown]
-# Most of the square is empty, and a ring still carries every key to every rank:
+# Most of the square is empty, and a ring still carries all KV to every rank:
 
 # %%
 pairs = plan.docs.total * (plan.docs.total + 1) // 2
 print(f"visible pairs: {plan.docs.num_pairs / pairs:.0%} of those of one document of that length")
-print(f"tokens sent by the ring: {unit.tokens_sent(plan)} for a row of {plan.docs.total}")
+print(
+    f"tokens sent by the ring: {unit.tokens_sent(plan)} for a sequence of {plan.docs.total} tokens"
+)
 
 # %% [markdown]
-# ## Exercise 1: the mask of a packed row (8 min)
+# ## Exercise 1: the mask of a packed sequence (8 min)
 #
-# Attention kernels for packed rows take `cu_seqlens`, cumulative lengths, here `cu`: document d holds the
-# tokens `cu[d] .. cu[d + 1] - 1`. Lengths `3, 0, 2` give `[0, 3, 3, 5]`. Return the mask as a boolean
+# Attention kernels for packed sequences take `cu_seqlens`, cumulative lengths, here `cu`: document d holds
+# the tokens `cu[d] .. cu[d + 1] - 1`. Lengths `3, 0, 2` give `[0, 3, 3, 5]`. Return the mask as a boolean
 # array [queries, keys], True where the query sees the key. Documents may be empty, or one token long.
 
 
@@ -55,10 +57,11 @@ def mask(cu):
 unit.check_mask(mask)
 
 # %% [markdown]
-# ## Exercise 2: hops that nobody needs (12 min)
+# ## Exercise 2: hops that no rank needs (12 min)
 #
-# Rank r holds the tokens `tokens[r]`, an array of their places in the row. Return the set of pairs
-# `(owner, reader)` of different ranks for which some query of the reader sees some key of the owner.
+# Rank r holds the tokens `tokens[r]`, an array of their positions in the packed sequence. Return the set
+# of pairs `(owner, reader)` of different ranks for which at least one query of the reader sees a key of
+# the owner.
 
 
 # %% tags=["exercise"]
@@ -83,7 +86,7 @@ def needed(cu, tokens):
 unit.check_needed(needed)
 
 # %% [markdown]
-# Where ranks send straight to each other, hops between other pairs can simply be left out. The checker
+# Where ranks send directly to each other, hops between other pairs can simply be left out. The checker
 # proves that nothing is missing, forward and backward:
 
 # %%
@@ -93,8 +96,9 @@ print(small, "\n")
 print(tasp.check(small))
 
 # %% [markdown]
-# A ring cannot be pruned like this: each rank is on somebody else's way. Here it is a gradient (`dkv`, unit
-# 10) that follows its keys round the ring, and no longer gets home:
+# A ring cannot be pruned like this, because each rank forwards shares that other ranks need. In the plan
+# below it is a gradient (`dkv`, unit 10) that fails: it follows its KV round the ring, and no longer
+# reaches its owner:
 
 # %%
 try:
@@ -103,9 +107,10 @@ except tasp.PlanError as error:
     print(error)
 
 # %% [markdown]
-# Pairs of ranks are still coarse: rank 2 sends rank 3 all its keys, and rank 3 needs those of one document.
-# The schedule `sap` looks at single tokens: it cuts each rank's keys where the set of their readers
-# changes. Tokens whose keys travel, and the busiest rank's work over the mean, for four layouts:
+# Pairs of ranks are still coarse: rank 2 sends rank 3 all its KV, and rank 3 needs the KV of one document
+# only. The schedule `sap` decides per token: it cuts each rank's KV where the set of ranks that read it
+# changes. For four layouts, the next cell counts the tokens whose KV is sent, and the work of the busiest
+# rank over the mean:
 
 # %%
 print("layout        ring   pruned  sap    work max/mean")
@@ -116,16 +121,17 @@ for layout in ("contiguous", "zigzag", "per_document", "balanced"):
     print(layout.ljust(13), *(str(n).ljust(6) for n in sent), f"{tasp.check(ring).balance:.3f}")
 
 # %% [markdown]
-# `zigzag` spreads the *row* evenly as if it were one document, which it is not. `per_document` does so
-# inside every document: even work, and every document travels everywhere. `balanced` comes below.
+# `zigzag` spreads the *sequence* evenly as if it were one document, which it is not. `per_document` does
+# so inside every document: the work is even, but every document is sent to every rank. `balanced` is
+# explained below.
 #
 # ## Exercise 3: five documents over four ranks (12 min)
 #
 # Give each rank pieces `(document, start, stop)`: the tokens of that document at the positions `start` to
-# `stop - 1`, counted from the document's begin. Every token must be held once, and no rank may have more
-# than `unit.WORK` times the mean work, or more than `unit.TOKENS` times the mean tokens. A token at
-# position i of its document sees i + 1 keys: that is its work. The check also tries other rows, so write
-# it for any; rows of a few tokens need not be even.
+# `stop - 1`, counted from the first token of the document. Every token must be held by exactly one rank.
+# No rank may have more than `unit.WORK` times the mean work, or more than `unit.TOKENS` times the mean
+# tokens. A token at position i of its document sees i + 1 keys: that is its work. The check also tries
+# other packed sequences, so write it for any lengths; sequences of a few tokens need not be even.
 
 # %%
 print("work at most", unit.WORK, "and tokens at most", unit.TOKENS, "times the mean over ranks")
@@ -151,9 +157,9 @@ def place(lengths, ranks):
 unit.check_balance(place)
 
 # %% [markdown]
-# Cutting every document for every rank is even, and makes every document travel. `balanced` moves less and
-# is even, too: it cuts long documents only, and fills up with short ones. `moved_tokens` counts tokens
-# whose keys a rank needs and does not hold, `segments` the pieces.
+# Cutting every document for every rank makes the work even, but then every document is sent to every rank.
+# `balanced` is even, too, and sends less: it cuts long documents only, and fills the ranks up with short
+# ones. `moved_tokens` counts tokens whose KV a rank needs and does not hold, `segments` the pieces.
 
 # %%
 from tasp_core.sequence.balanced import lower_bound, measure
@@ -165,10 +171,10 @@ print("no placement this even moves fewer than", lower_bound(np.array(LENGTHS), 
 # %% [markdown]
 # ## Exercise 4: run it on real ranks (8 min)
 #
-# `attend` runs on every rank. It gets the whole row's q, k, v and the gradient `dout` of the output.
-# `tasp.shard(x, plan, rank)` picks a rank's rows, in the order that
-# `tasp.attention(q, k, v, plan, group)` expects; that returns this rank's output, and autograd works
-# through it as through any function of torch. Return this rank's output and dk, the gradient of its keys.
+# `attend` runs on every rank. It gets q, k, v and the gradient `dout` of the output, all for the complete
+# packed sequence. `tasp.shard(x, plan, rank)` selects the rows of a rank's tokens, in the order that
+# `tasp.attention(q, k, v, plan, group)` expects. `tasp.attention` returns this rank's output, and autograd
+# differentiates it as any function of torch. Return this rank's output and dk, the gradient of its keys.
 
 
 # %% tags=["exercise"]
@@ -192,8 +198,8 @@ unit.check_run(attend)
 
 
 # %% [markdown]
-# And the row of the picture, compiled, run, and held against one process in float64. `plain` are the
-# errors of a float32 kernel on one process:
+# Now plan the packed sequence of the picture with `sap` and `balanced`, run it, and compare it with one
+# process in float64. `reference` are the errors of a float32 kernel on one process:
 
 # %%
 from tasp_core.lab.bench.accuracy import verify
@@ -201,8 +207,8 @@ from tasp_core.lab.bench.accuracy import verify
 compiled = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="balanced")
 print(compiled.summary())
 errors, seconds = verify(compiled, unit.inputs(compiled))
-for name, found in (("ours", errors.ours), ("plain", errors.plain)):
-    print(name.ljust(6), {what: f"{error:.1e}" for what, error in found.items()})
+for name, by_tensor in (("ours", errors.ours), ("reference", errors.plain)):
+    print(name.ljust(9), {tensor: f"{error:.1e}" for tensor, error in by_tensor.items()})
 
 # %% [markdown]
 # ## Play (8 min)
@@ -214,14 +220,15 @@ explore_mask(lengths=", ".join(map(str, LENGTHS)), layout="balanced", schedule="
 
 # %% [markdown]
 # **Ulysses** is another way to divide attention. Before it, ranks exchange tokens for heads: each ends up
-# with the whole row, for some of the heads. Afterwards outputs go home. That is even for any documents,
-# but all q, k and v travel, whatever can see them, and there are only so many heads: the number of ranks
-# that share them, its *degree* (`intra`), must divide the query heads, and the ranks of a node.
+# with the complete sequence, for some of the heads. Afterwards outputs are sent back to the ranks of their
+# tokens. The work is even for any documents, but all q, k and v are sent, whatever can see them. And the
+# number of heads is a limit: the number of ranks that divide the heads among them, the **Ulysses degree**
+# (`intra`), must divide the number of query heads, and the number of ranks per node.
 
 # %%
 heads_only = tasp.plan(LENGTHS, RANKS, schedule="ring", layout="balanced", intra=RANKS)
-for name, made in (("ulysses", heads_only), ("sap", compiled)):
-    cost = tasp.explain(made, heads=8, kv_heads=2)
+for name, compared in (("ulysses", heads_only), ("sap", compiled)):
+    cost = tasp.explain(compared, heads=8, kv_heads=2)
     print(name, sum(r.bytes_out[0] + r.bytes_heads[0] for r in cost.ranks) / 1e6, "MB sent")
 try:
     tasp.explain(heads_only, heads=6, kv_heads=2)
@@ -229,22 +236,24 @@ except tasp.PlanError as error:
     print(error)
 
 # %% [markdown]
-# A look further: if tokens may not be permuted, work can still move. `sap` over `contiguous` sends
-# *queries* of busy ranks to idle ones, and their answers home.
+# One more idea: if tokens may not be permuted, work can still move. `sap` over `contiguous` sends some
+# *queries* of busy ranks to idle ones. These **remote queries** are computed there, and their partial
+# outputs are sent back.
 
 # %%
 moved = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="contiguous")
-visualize.balance([("ring, contiguous", plan), ("sap, contiguous: queries move", moved)])
+visualize.balance([("ring, contiguous", plan), ("sap, contiguous: remote queries", moved)])
 
 # %% [markdown]
 # ## Recap (5 min)
 #
 # 1. Two documents of 3 and 2 tokens, causal: how many visible pairs?
-# 2. Two ranks have no document in common. How many tokens of keys go between them?
-# 3. Which cannot leave a rank out, because each share passes through everybody: "ring" or "direct"?
-# 4. 6 query heads, nodes of 8 ranks: the largest degree that Ulysses can have?
-# 5. A causal document of 100 tokens: 0..59 on one rank, 60..99 on another. The keys of how many tokens must
-#    travel?
+# 2. Two ranks have no document in common. How many tokens' KV must be sent between them?
+# 3. In which schedule can no rank be left out, because each share passes through every rank: "ring" or
+#    "direct"?
+# 4. 6 query heads, nodes of 8 ranks: what is the largest possible Ulysses degree?
+# 5. A causal document of 100 tokens: 0..59 on one rank, 60..99 on another. How many tokens' KV must be
+#    sent?
 
 # %% tags=["exercise"]
 recap = [..., ..., ..., ..., ...]
