@@ -31,10 +31,11 @@ def test_bad_cu_seqlens(cu, reason):
 
 
 @pytest.mark.parametrize(
-    ("total", "word"), [(8, "overruns the row: it ends at 10"), (12, "stops short of the row")]
+    ("total", "word"),
+    [(8, "overruns the packed sequence: it ends at 10"), (12, "stops short of the packed")],
 )
 def test_cu_seqlens_must_end_with_the_row(total, word):
-    with pytest.raises(PlanError, match=rf"{word}.*the row has {total} tokens"):
+    with pytest.raises(PlanError, match=rf"{word}.*the sequence has {total} tokens"):
         Documents.from_cu_seqlens([0, 4, 10], total=total)
     assert Documents.from_cu_seqlens([0, 4, 10], total=10).total == 10
 

@@ -48,7 +48,7 @@ def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
             for a, b in np.argwhere(has > 0).tolist()
         }
         links = {(a, b) for a, b in zip(guests.dst.tolist(), guests.owner.tolist(), strict=True)}
-        rings = {tuple(map(int, re.findall(r"rank (\d+)", tip(g)))) for g in named(root, "guest")}
+        rings = {tuple(map(int, re.findall(r"rank (\d+)", tip(g)))) for g in named(root, "remote query")}
         assert rings == links
 
 

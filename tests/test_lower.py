@@ -187,9 +187,13 @@ BROKEN = {
     ),  # keys after the query
     "rounds": lambda low, count: np.zeros(len(low), dtype=int),  # overlapping runs at once
     "working_order": lambda keys: np.arange(len(keys.doc)),  # keys as they come
-    "alike": lambda q, k: [],  # guests are forgotten
+    "group_by_keys": lambda q, k: [],  # remote queries are forgotten
 }
-MODULE = {"place": "lowering.passes", "alike": "lowering.passes", "tile": "lowering.kernel_calls"}
+MODULE = {
+    "place": "lowering.passes",
+    "group_by_keys": "lowering.passes",
+    "tile": "lowering.kernel_calls",
+}
 MODULE["rounds"] = "lowering.buffers"
 MODULE["working_order"] = "sequence.tiles"
 

@@ -213,7 +213,7 @@ def test_checkpointed_layers_and_their_messages():
     [
         ({"attention_mask": [[1] * 49 + [0]]}, "hides tokens; pack documents"),
         ({"cu_seqlens": [0, 20, 50]}, r"the inputs hold Documents.of\(\[20, 30\]"),
-        ({"cu_seqlens": [0, 20]}, "stops short of the row"),
+        ({"cu_seqlens": [0, 20]}, "stops short of the packed sequence"),
         ({"position_ids": [[*range(1, 51)]]}, "must count 0, 1, 2"),
         ({"position_ids": [[*range(25), *range(24, 49)]]}, "must count 0, 1, 2"),
         ({"input_ids": [[1] * 49]}, "rows have 49 tokens, the plan is for 50"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ from tasp_core.kernels.reference import Math, oracle
 from tasp_core.kernels.varlen import VarlenKernel
 from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.runtime import execute
+from tasp_core.sequence import tiles
+from tasp_core.sequence.masks import edges
 from tests.test_exact import Case, failures, results_of
 from tests.test_kernels import StandIn
 
@@ -243,17 +245,17 @@ def test_wrong_windows_are_seen(monkeypatch):
     inputs = Inputs.random(300, 2, 2, 8)
     judge, good = Reference(inputs, docs), tasp.plan(docs, 1)
     assert judge.errors([run_rank(0, None, good, inputs)[0]], good).ok
-    for wrong in ((20, 0), (18, 0), (19, 1)):
-        bad_docs = tasp.Documents.of([300], window=20)
-        bad_docs.__dict__["window_size"] = wrong  # they are equal, so nothing may be remembered
-        sys.modules["tasp_core.planning.plan"]._planned.cache_clear()
-        p = tasp.plan(bad_docs, 1)
+    for low, high in ((-20, 0), (-18, 0), (-19, 1)):
+        wrong = partial(edges, low=low, high=high)
+        monkeypatch.setattr(
+            tiles, "edges", lambda lead, stride, *_, wrong=wrong: wrong(lead, stride)
+        )
         execute.program_of.cache_clear()
+        p = tasp.plan(docs, 1)
         assert not judge.errors([run_rank(0, None, p, inputs)[0]], p).ok
         with pytest.raises(tasp.PlanError, match="pairs are computed"):
             tasp.check(p)
     execute.program_of.cache_clear()
-    sys.modules["tasp_core.planning.plan"]._planned.cache_clear()
 
 
 def test_plans_keep_their_window():

@@ -95,17 +95,32 @@ def _outlines(docs: Documents, grid: Grid) -> Marks:
     """The border of what is visible in each document that can be seen; a grid where cells are tokens."""
     unit, at = SIDE / max(1, docs.total), complex(LEFT + STRIP, TOP + STRIP)
     marks = [rect(at, complex(SIDE, SIDE), stroke="#999999")]
-    for low, high in zip(docs.cu_seqlens[:-1].tolist(), docs.cu_seqlens[1:].tolist(), strict=True):
-        if (high - low) * unit < 5:
+    mask, what = docs.mask, "document" if docs.slices is None else "slice"
+    columns = (mask.q_start, mask.q_stop, mask.k_start, mask.k_stop, mask.low, mask.high)
+    for top, bottom, left, right, low, high in zip(*(c.tolist() for c in columns), strict=True):
+        if max(bottom - top, right - left) * unit < 5:
             continue
-        w = min(high - low, docs.window or high - low)
-        if grid.exact or not docs.causal:
-            corners = [(low, low), (high, low), (high, high), (low, high)]
-        else:
-            corners = [(low, low), (high, high), (high - w, high), (low, low + w)]
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+        if not grid.exact and low > left - bottom + 1:
+            corners = _clip(corners, low - 1, 1)
+        if not grid.exact and high < right - 1 - top:
+            corners = _clip(corners, high, -1)
         points = tuple(at + complex(x, y) * unit for x, y in corners)
-        marks.append(Mark("shape", points, stroke=SOFT, width=0.8, name="document"))
+        marks.append(Mark("shape", points, stroke=SOFT, width=0.8, name=what))
     return marks
+
+
+def _clip(corners: list[tuple[float, float]], limit: float, sign: int) -> list[tuple[float, float]]:
+    """The part of a polygon of (key, query) corners where sign * (key - query - limit) >= 0."""
+    inside: list[tuple[float, float]] = []
+    for (x0, y0), (x1, y1) in zip(corners, [*corners[1:], *corners[:1]], strict=True):
+        before, after = sign * (x0 - y0 - limit), sign * (x1 - y1 - limit)
+        if before >= 0:
+            inside.append((x0, y0))
+        if before * after < 0:
+            part = before / (before - after)
+            inside.append((x0 + part * (x1 - x0), y0 + part * (y1 - y0)))
+    return inside
 
 
 def _axes(docs: Documents) -> Marks:
@@ -145,8 +160,11 @@ def _alone(docs: Documents, grid: Grid) -> View:
     weight = cover(docs, grid).mean(axis=1)[..., None]
     longest = np.argsort(-docs.lengths, kind="stable")[:12].tolist()
     keys = [("", f"document {d}: {docs.lengths[d]:,} tokens") for d in sorted(longest)]
-    note = "A document's tokens see tokens of their own document only"
-    note += ", up to themselves." if docs.causal else "."
+    if docs.slices is None:
+        note = "A document's tokens see tokens of their own document only"
+        note += ", up to themselves." if docs.causal else "."
+    else:
+        note = f"What is visible is given by {len(docs.slices)} slices of queries and keys."
     mixed = np.zeros(weight.shape[:2], dtype=bool)
     return View(
         weight, mixed, [ramp(0.55)], ["visible"], None, keys, "the longest documents", (note,)

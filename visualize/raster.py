@@ -1,7 +1,7 @@
 """Raster: a packed row's mask counted into few cells; nothing is proportional to tokens squared.
 
-A row of any length becomes at most CELLS x CELLS cells. What a query sees is one run of keys, so the
-visible part of a cell is exact along the keys; of the queries of a cell, up to SAMPLES are asked.
+A packed sequence of any length becomes at most CELLS x CELLS cells. What a query sees is a few runs of
+keys, so the visible part of a cell is exact along the keys; of its queries, up to SAMPLES are asked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Documents, Plan
+from tasp_core.planning.work import work_of
 from tasp_core.schedules import KV
-
-from .traffic import work
 
 CELLS, SAMPLES = 100, 24
 
@@ -41,22 +40,14 @@ class Grid(NamedTuple):
         return len(self.edges) - 1 == self.edges[-1]
 
 
-def visible(docs: Documents, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First key that each query sees, and the one after the last."""
-    d = docs.document_of(queries)
-    low, high = docs.cu_seqlens[d], docs.cu_seqlens[d + 1]
-    if docs.window is not None:
-        low = np.maximum(low, queries - docs.window + 1)
-        high = np.minimum(high, queries + docs.window)
-    return low, np.minimum(high, queries + 1) if docs.causal else high
-
-
 def cover(docs: Documents, grid: Grid) -> np.ndarray:
     """Part of the keys of cell j that sampled query r of cell i sees, float [i, r, j]."""
-    low, high = visible(docs, grid.tokens)
-    left = np.maximum(low[..., None], grid.edges[:-1])
-    right = np.minimum(high[..., None], grid.edges[1:])
-    return np.maximum(right - left, 0) / np.maximum(1, np.diff(grid.edges))
+    index, low, high = docs.mask.runs(grid.tokens.ravel())
+    left = np.maximum(low[:, None], grid.edges[:-1])
+    right = np.minimum(high[:, None], grid.edges[1:])
+    seen = np.zeros((grid.tokens.size, len(grid.edges) - 1), dtype=np.int64)
+    np.add.at(seen, index, np.maximum(right - left, 0))
+    return seen.reshape(*grid.tokens.shape, -1) / np.maximum(1, np.diff(grid.edges))
 
 
 def holders(plan: Plan, grid: Grid) -> np.ndarray:
@@ -122,35 +113,26 @@ def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         when[mine, mine] = plan.schedule.own_steps(rank)[:, None]
     at = (meets.q_owner * shares + meets.q_share, meets.owner * shares + meets.share)
     where[at], when[at] = meets.rank, meets.step
-    low, high = (x[..., None, None] for x in visible(plan.docs, tokens))
+    seen = plan.docs.mask.dense(tokens.ravel(), tokens.ravel())
     share = share_of(plan, tokens)
     pair = (share[..., None, None], share)
-    return (low <= tokens) & (tokens < high), where[pair], when[pair]
+    return seen.reshape(*tokens.shape, *tokens.shape), where[pair], when[pair]
 
 
 def pairs_by_rank(plan: Plan) -> np.ndarray:
-    """Visible pairs that each rank computes, int64 [ranks]."""
-    if len(plan.schedule.offloaded.rank):
-        return work(plan).sum(axis=1)
-    tokens = np.arange(plan.docs.total)
-    low, high = visible(plan.docs, tokens)
-    holder = plan.layout.locate(tokens)[0]
-    return np.bincount(holder, high - low, minlength=plan.layout.ranks).astype(np.int64)
+    """Visible pairs that each rank computes or should compute, int64 [ranks]."""
+    counted = work_of(plan)
+    return counted.pairs.sum(axis=1) + counted.lost
 
 
 def pairs_by_step(plan: Plan, rank: int) -> np.ndarray:
     """Visible pairs that a rank computes in each step, and last those it never does, int64 [steps + 1]."""
-    steps = plan.schedule.num_steps() + 1
-    if by_pairs(plan):
-        done = work(plan)[rank, :steps]
-        return np.append(done, np.zeros(steps + 1 - len(done), dtype=np.int64))
-    low, high = visible(plan.docs, plan.layout.tokens(rank))
-    when = arrival(plan, rank, np.arange(plan.docs.total))
-    found = []
-    for step in [*range(steps), -1]:
-        before = np.concatenate([[0], np.cumsum(when == step)])
-        found.append(int((before[high] - before[low]).sum()))
-    return np.array(found)
+    counted, steps = work_of(plan), plan.schedule.num_steps() + 1
+    pairs = np.zeros(steps + 1, dtype=np.int64)
+    done = counted.pairs[rank, :steps]
+    pairs[: len(done)] = done
+    pairs[-1] = counted.lost[rank]
+    return pairs
 
 
 def blocks(codes: np.ndarray) -> list[tuple[int, int, int, int, int]]:

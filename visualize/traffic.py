@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Plan, check
-from tasp_core.planning.work import NEVER, count_pairs
+from tasp_core.planning.work import work_of
 from tasp_core.schedules import KV
 from tasp_core.schedules.counts import load_table
 
@@ -31,14 +31,8 @@ def work(plan: Plan) -> np.ndarray:
     Raises:
         PlanError: a plan that leaves pairs out, as `check` finds it.
     """
-    plan = plan.context_plan
-    arrival = np.full((plan.ranks, plan.ranks, plan.schedule.num_shares), NEVER)
-    arrival[np.arange(plan.ranks), np.arange(plan.ranks)] = -1
-    keys = plan.hops()
-    keys = keys.where(keys.kind == KV)
-    arrival[keys.dst, keys.owner, keys.share] = keys.step
-    found, lost = count_pairs(plan, arrival)
-    return check(plan).work if lost else found
+    counted = work_of(plan)
+    return check(plan).work if counted.missing else counted.pairs
 
 
 class Traffic(NamedTuple):

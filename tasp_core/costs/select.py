@@ -156,6 +156,8 @@ def select(
 
 
 def _resized(docs: Documents, factor: float) -> Documents:
+    if docs.slices is not None:
+        return docs  # the mask of a longer or shorter sequence is not known
     lengths = (docs.lengths * factor).astype(int)
     return Documents.of(lengths, causal=docs.causal, window=docs.window)
 

@@ -148,6 +148,10 @@ def simulate(
     traffic = traffic._replace(messages=np.where(single, 1, traffic.messages))
     charged, together = charge(machine, traffic), charge(machine, collective)
     work = work_of(plan, hops, range(1 if only_first else plan.context_plan.ranks), steps)
+    if work.missing:
+        raise PlanError(
+            f"rank {work.missing.rank} never receives keys it needs: check(plan) says which"
+        )
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
     posted = _by_end(traffic, traffic.messages, plan.ranks, steps)
     most = [posted[end, traffic.step] for end in (traffic.src, traffic.dst)]

@@ -87,6 +87,10 @@ def _attend(
     config = getattr(module, "config", None)
     check_kinds(config)
     check_lengths(config, docs)
+    if docs.slices is not None:
+        raise PlanError(
+            f"{ask.layer} has the mask of its model, the plan has slices; make it with Documents.of"
+        )
     if ask.causal != docs.causal:
         kinds = ["full", "causal"]
         raise PlanError(

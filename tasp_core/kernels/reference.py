@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PlanError
 from ..lowering.program import Call
 from ..sequence.documents import Documents
+from ..sequence.masks import Mask
 from ..sequence.tiles import Sequences
 from .aten import _cat
 from .kernel import HALF, Kernel, Triple
@@ -20,18 +22,23 @@ from .views import each
 class Math(Kernel):
     """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time.
 
-    With a `window`, sequences are whole documents, of which a row sees so many tokens only.
+    Args:
+        window: sequences are whole documents, of which a row sees so many tokens only.
+        mask: the only sequence is the whole packed sequence, of which a row sees what the mask shows it.
     """
 
     name, rows = "math", 512
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
+    def __init__(self, window: int | None = None, mask: Mask | None = None) -> None:
+        self.window, self.mask = window, mask
 
     def _chunks(
         self, q: Tensor, k: Tensor, causal: bool, inverse_causal: bool, scale: float
     ) -> Iterator[Any]:
         """(rows, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+        if self.mask is not None:
+            yield from self._masked_chunks(q, k, self.mask, scale)
+            return
         # row i sees keys i + least .. i + most
         most = 0 if causal and not inverse_causal else len(k)
         least = 0 if inverse_causal else -len(q)
@@ -46,6 +53,21 @@ class Math(Kernel):
             hidden = (ahead < least) | (ahead > most)
             yield slice(low, high), keys, scores.masked_fill_(hidden, -torch.inf)
 
+    def _masked_chunks(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Iterator[Any]:
+        """The same of the whole packed sequence; `keys` are those that any of the rows sees."""
+        for low in range(0, len(q), self.rows):
+            rows = np.arange(low, min(low + self.rows, len(q)))
+            _, first, stop = mask.runs(rows)
+            change = np.zeros(len(k) + 1, dtype=np.int64)
+            np.add.at(change, first, 1)
+            np.add.at(change, stop, -1)
+            seen = np.flatnonzero(np.cumsum(change)[:-1])
+            hidden = torch.from_numpy(~mask.dense(rows, seen)).to(q.device)
+            keys = torch.from_numpy(seen).to(q.device)
+            queries = slice(low, low + len(rows))
+            scores = torch.einsum("qkgd,skd->kgqs", q[queries], k[keys]) * scale
+            yield queries, keys, scores.masked_fill_(hidden, -torch.inf)
+
     @staticmethod
     def _wide(*tensors: Tensor) -> list[Tensor]:
         return [x.float() if x.dtype in HALF else x for x in tensors]
@@ -59,7 +81,7 @@ class Math(Kernel):
             grouped = qs.unflatten(1, (ks.shape[1], -1))
             for _, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
                 lse = torch.logsumexp(scores, -1)
-                p = torch.exp(scores - lse[..., None])
+                p = torch.exp(scores - _finite(lse)[..., None])
                 out = torch.einsum("kgqs,ske->qkge", p, vs[keys])
                 outs.append(out.flatten(1, 2))
                 lses.append(lse.permute(2, 0, 1).flatten(1, 2))
@@ -89,7 +111,7 @@ class Math(Kernel):
             delta = (do * os).sum(-1).permute(1, 2, 0)
             dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
             for rows, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
-                p = torch.exp(scores - row_lse[:, :, rows, None])
+                p = torch.exp(scores - _finite(row_lse[:, :, rows])[..., None])
                 dv[keys] += torch.einsum("kgqs,qkge->ske", p, do[rows])
                 dp = torch.einsum("qkge,ske->kgqs", do[rows], vs[keys])
                 ds = p * (dp - delta[:, :, rows, None]) * scale
@@ -97,6 +119,11 @@ class Math(Kernel):
                 dk[keys] += torch.einsum("kgqs,qkgd->skd", ds, grouped[rows])
             grads.append((dq.flatten(1, 2), dk, dv))
         return _cat(grads)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 for rows that see no key, whose scores are all -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def oracle(
@@ -109,30 +136,37 @@ def oracle(
     scale: float | None = None,
     kernel: Kernel | None = None,
 ) -> dict[str, Tensor]:
-    """Attention of a whole row on one device, document by document, in float64 with kernel `math`.
+    """Attention of a whole packed sequence on one device, in float64 with kernel `math`.
+
+    Document by document; where `docs` has slices, of the sequence as one.
 
     Args:
-        q, k, v: [T, H, D], [T, K, D], [T, K, E] in row order.
+        q, k, v: [T, H, D], [T, K, D], [T, K, E] in the order of the packed sequence.
         dout: [T, H, E]; with it the gradients dq, dk, dv are returned too.
         kernel: another kernel to run, in the inputs' dtype ("the plain kernel"); for documents with
-            a window Math(window), the only one that takes it.
+            a window Math(window), with slices Math(mask=docs.slices): no other takes either.
 
     Returns:
         {"out", "lse"} and, with dout, {"dq", "dk", "dv"}.
 
     Raises:
-        PlanError: a kernel without the documents' window.
+        PlanError: a kernel without the documents' window or slices.
     """
     if kernel is None:
-        kernel, (q, k, v) = Math(docs.window), (x.double() for x in (q, k, v))
+        kernel, (q, k, v) = Math(docs.window, docs.slices), (x.double() for x in (q, k, v))
         dout = None if dout is None else dout.double()
     if getattr(kernel, "window", None) != docs.window:
         raise PlanError(f"kernel {kernel.name!r} takes no window={docs.window}; use Math(window)")
-    some = docs.lengths > 0
-    low, count = docs.cu_seqlens[:-1][some], docs.lengths[some]
+    if getattr(kernel, "mask", None) != docs.slices:
+        raise PlanError(
+            f"kernel {kernel.name!r} has another mask than these documents; use Math(mask=docs.slices)"
+        )
+    borders = docs.cu_seqlens if docs.slices is None else np.array([0, docs.total])
+    low, count = borders[:-1], np.diff(borders)
+    low, count = low[count > 0], count[count > 0]
     call = Call(docs.causal, Sequences(low, count, low, count), (), ())
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not some.any():
+    if not len(count):
         empty = {"out": q.new_zeros(0, q.shape[1], v.shape[2]), "lse": q.new_zeros(q.shape[:2])}
         return empty if dout is None else {**empty, "dq": q, "dk": k, "dv": v}
     out, lse = kernel.forward(q, k, v, call, scale)

@@ -51,7 +51,7 @@ def attend(groups: list[Group], docs: Documents, step: int, *, backward: bool) -
     size = int(keys.count.sum())
     low, high = int(keys.offset.min()), int((keys.offset + keys.count).max())
     gather, work = None, keys.offset - low  # where each piece begins among the rows kernels read
-    merged = docs.window_size is None  # else every sequence reads one piece
+    merged = docs.prefixes  # else every sequence reads one piece
     apart = len(tiled) > 1 and high - low > 2 * size  # own rows and received ones, say
     if apart or (merged and not all(map(_in_place, used))):
         gather = ranges(keys.offset - low, keys.offset - low + keys.count)[0]

@@ -25,7 +25,7 @@ import numpy as np
 from ..errors import PlanError
 from ..planning.messages import Moves, moves_of, starts
 from ..planning.plan import Plan
-from ..planning.work import alike, offloaded_subchunks
+from ..planning.work import group_by_keys, offloaded_subchunks
 from ..schedules import DKV, DQ, KINDS, KV, OUT, Q
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import take
@@ -184,7 +184,7 @@ def _pairings(plan: Plan, rank: int, arrivals: Moves) -> Iterator[Pairing]:
         """Own query sub-chunks, and those of `kv` that they attend to here, not on another rank."""
         here = offloaded.at(np.isin(offloaded.k_subchunk, kv))
         yield own[~np.isin(own, here.q_subchunk)], kv
-        for queries, elsewhere in alike(here.q_subchunk, here.k_subchunk):
+        for queries, elsewhere in group_by_keys(here.q_subchunk, here.k_subchunk):
             yield queries, kv[~np.isin(kv, elsewhere)]
 
     for step in np.unique(arrivals.step).tolist():
@@ -202,7 +202,7 @@ def _pairings(plan: Plan, rank: int, arrivals: Moves) -> Iterator[Pairing]:
                 yield Pairing(queries[turn == step], kv, OWN, step)
     for step in np.unique(remote.step).tolist():
         now = remote.at(remote.step == step)
-        for queries, kv in alike(now.q_subchunk, now.k_subchunk):
+        for queries, kv in group_by_keys(now.q_subchunk, now.k_subchunk):
             yield Pairing(queries, kv, OWN, step)
 
 

@@ -24,7 +24,9 @@ from ..schedules import DKV, DQ, KINDS, KV, OUT, DeclaredLimits, Hops, Q
 from ..schedules.counts import last_uses, live_table, load_table
 from .messages import mispairing
 from .plan import Plan
-from .work import NEVER, count_pairs
+from .work import work_of
+
+NEVER = np.iinfo(np.int64).max // 2  # the arrival of what does not arrive
 
 
 @dataclass(frozen=True)
@@ -262,15 +264,16 @@ class _Checker:
         tokens = np.concatenate([plan.tokens(r) for r in range(self.n)])
         if (np.bincount(tokens, minlength=plan.docs.total) != 1).any():
             self.fail(f"layout {plan.layout.name!r} does not place every token exactly once")
-        work, lost = count_pairs(plan, self.arrival)
-        if lost is not None:
+        work = work_of(plan, self.all)
+        if missing := work.missing:
             self.fail(
-                f"{self.name(lost.rank)} needs share {lost.share} of {self.name(lost.owner)}'s KV "
-                f"and never receives it: {lost.pairs} visible pairs are not computed"
+                f"{self.name(missing.rank)} needs share {missing.share} of {self.name(missing.owner)}'s "
+                f"KV and never receives it: {missing.pairs} visible pairs are not computed"
             )
-        if work.sum() != plan.docs.num_pairs:
-            self.fail(f"{work.sum()} pairs are computed, {plan.docs.num_pairs} are visible")
-        return work
+        computed, visible = int(work.pairs.sum()), plan.docs.num_pairs
+        if computed != visible:
+            self.fail(f"{computed} pairs are computed, {visible} are visible")
+        return work.pairs
 
     def loads(self) -> tuple[np.ndarray, np.ndarray]:
         """Shares a (step, src, dst) inside nodes, and a (step, rank) over NICs; raises over the limits.

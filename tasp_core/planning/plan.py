@@ -39,6 +39,7 @@ from ..sequence.documents import Documents
 from ..sequence.layouts import Layout, Pieces
 from .plan_file import (
     MOST_RANKS,
+    mask_slices,
     read_documents,
     read_json,
     read_layout,
@@ -225,7 +226,7 @@ class Plan:
 
     @cached_property
     def _digest(self) -> str:
-        mask = [self.docs.causal, self.docs.window]
+        mask = [self.docs.causal, self.docs.window, *mask_slices(self.docs).values()]
         text = json.dumps([SCHEMA, spec(self), mask], sort_keys=True).encode()
         return hashlib.sha256(text + self.docs.cu_seqlens.astype("<i8").tobytes()).hexdigest()
 
@@ -239,6 +240,7 @@ class Plan:
             "cu_seqlens": self.docs.cu_seqlens.tolist(),
             "causal": self.docs.causal,
             "window": self.docs.window,
+            **mask_slices(self.docs),
         }
         machine = asdict(self.machine)
         return json.dumps(
@@ -277,10 +279,13 @@ class Plan:
         docs, shares = self.docs, self.schedule.num_shares
         num = len(docs.lengths)
         steps = self.schedule.num_steps()
-        window = "" if docs.window is None else f" in a window of {docs.window}"
+        mask = "causal" if docs.causal else "full"
+        mask += "" if docs.window is None else f" in a window of {docs.window}"
+        if docs.slices is not None:
+            mask = f"a mask of {len(docs.slices)} slice{'s' * (len(docs.slices) != 1)}"
         return (
             f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
-            f"in {num} document{'s' * (num != 1)}, {'causal' if docs.causal else 'full'}{window}; "
+            f"in {num} document{'s' * (num != 1)}, {mask}; "
             f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
         )
 

@@ -16,6 +16,7 @@ from ..schedules import SCHEDULES, Schedule, Table, build
 from ..schedules.schedule import read_limits
 from ..sequence.documents import Documents
 from ..sequence.layouts import Layout
+from ..sequence.masks import Mask
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -38,6 +39,11 @@ def spec(plan: Plan) -> dict[str, Any]:
         if schedule.like is not None:
             data["like"] = {"schedule": schedule.like.name, "options": schedule.like.options}
     return data
+
+
+def mask_slices(docs: Documents) -> dict[str, Any]:
+    """The key "slices" of documents that have a mask of their own, else none."""
+    return {} if docs.slices is None else {"slices": [x.as_list() for x in docs.slices.slices]}
 
 
 PLAN_KEYS = (
@@ -110,17 +116,30 @@ def read_documents(data: dict[str, Any]) -> Documents:
     Raises:
         PlanError: names the field.
     """
-    given = _keys(data["documents"], "documents", ("cu_seqlens", "causal", "window"))
-    _type(given, "documents.", "causal", bool, "true or false")
-    if given["window"] is not None:
-        _int(given, "documents.", "window", 1)
-    _type(given, "documents.", "cu_seqlens", list, "a list of whole numbers")
-    wrong = [x for x in given["cu_seqlens"] if type(x) is not int or not 0 <= x < 1 << 62]
+    values = _keys(data["documents"], "documents", ("cu_seqlens", "causal", "window"), ("slices",))
+    _type(values, "documents.", "causal", bool, "true or false")
+    if values["window"] is not None:
+        _int(values, "documents.", "window", 1)
+    _type(values, "documents.", "cu_seqlens", list, "a list of whole numbers")
+    wrong = [x for x in values["cu_seqlens"] if type(x) is not int or not 0 <= x < 1 << 62]
     if wrong:
         raise PlanError(
             f"not a plan: documents.cu_seqlens must be whole numbers >= 0, got {wrong[0]!r:.80}"
         )
-    return _made("documents", lambda: Documents(**given))
+    if "slices" not in values:
+        return _made("documents", lambda: Documents(**values))
+    _type(values, "documents.", "slices", list, "a list of slices")
+    for i, values_of_slice in enumerate(values["slices"]):
+        if not isinstance(values_of_slice, list) or not all(
+            type(x) in (int, str) for x in values_of_slice
+        ):
+            raise PlanError(
+                f"not a plan: documents.slices[{i}] must be a list of whole numbers and a kind, "
+                f"got {values_of_slice!r:.80}"
+            )
+    total = values["cu_seqlens"][-1] if values["cu_seqlens"] else 0
+    mask = _made("documents.slices", lambda: Mask.of(values["slices"], total))
+    return _made("documents", lambda: Documents(**{**values, "slices": mask}))
 
 
 def read_machine(data: dict[str, Any]) -> Machine:

@@ -2,9 +2,10 @@
 
 Compute step t takes the shares that arrived in communication step t - 1; own keys are step 0, or later.
 
-    offloaded_subchunks      pairs of subchunks computed away from their queries' home, for lowering
-    work_of      pairs, rows, kernel calls and needed shares by rank and step, for predictions
-    count_pairs  pairs by rank and step, and the first that nobody computes, for the proof
+    work_of              pairs, rows, kernel calls and needed shares by rank and step: the one counter
+                         of `check`, `simulate` and the figures
+    offloaded_subchunks  pairs of subchunks computed on another rank than their queries', for lowering
+    group_by_keys        query subchunks that meet the same key subchunks, for lowering
 """
 
 from __future__ import annotations
@@ -14,49 +15,51 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError
 from ..schedules import KV, Hops, OffloadedPairs
 from ..sequence.tiles import pair_table, take, working_order
 from .plan import Plan
 
 
-class Away(NamedTuple):
-    """Pairs of subchunks computed away from their queries' home, int64."""
+class OffloadedSubchunks(NamedTuple):
+    """Pairs of subchunks computed on another rank than the one that owns their queries, int64."""
 
     step: np.ndarray
-    rank: np.ndarray  # where
+    rank: np.ndarray  # the one that computes them
     q_subchunk: np.ndarray
     k_subchunk: np.ndarray
 
-    def at(self, mask: np.ndarray) -> Away:
-        return Away(*(column[mask] for column in self))
+    def at(self, mask: np.ndarray) -> OffloadedSubchunks:
+        """The pairs of a boolean mask, or of indices."""
+        return OffloadedSubchunks(*(column[mask] for column in self))
 
 
-def in_subchunks(plan: Plan, meets: OffloadedPairs) -> Away:
-    """OffloadedPairs of shares as pairs of subchunks, those without tokens dropped."""
+def in_subchunks(plan: Plan, offloaded: OffloadedPairs) -> OffloadedSubchunks:
+    """Pairs of shares as pairs of subchunks; those without tokens are dropped."""
     parts, shares = plan.subchunks.parts, plan.schedule.num_shares
     part = np.arange(parts)
-    q = (meets.q_owner[:, None] * parts + part) * shares + meets.q_share[:, None]
-    k = (meets.owner[:, None] * parts + part) * shares + meets.share[:, None]
-    when, where = meets.step[:, None, None], meets.rank[:, None, None]
-    pairs = Away(*map(np.ravel, np.broadcast_arrays(when, where, q[:, :, None], k[:, None])))
+    q = (offloaded.q_owner[:, None] * parts + part) * shares + offloaded.q_share[:, None]
+    k = (offloaded.owner[:, None] * parts + part) * shares + offloaded.share[:, None]
+    step, rank = offloaded.step[:, None, None], offloaded.rank[:, None, None]
+    columns = np.broadcast_arrays(step, rank, q[:, :, None], k[:, None])
+    pairs = OffloadedSubchunks(*map(np.ravel, columns))
     count = plan.subchunks.count
     return pairs.at((count[pairs.q_subchunk] > 0) & (count[pairs.k_subchunk] > 0))
 
 
-def offloaded_subchunks(plan: Plan, rank: int) -> tuple[Away, Away]:
-    """What the rank computes for others, by step; what others compute of its queries."""
-    meets = plan.schedule.offloaded
-    remote_queries = in_subchunks(plan, meets.where(meets.rank == rank))
-    return remote_queries, in_subchunks(plan, meets.where(meets.q_owner == rank))
+def offloaded_subchunks(plan: Plan, rank: int) -> tuple[OffloadedSubchunks, OffloadedSubchunks]:
+    """What the rank computes for other ranks' queries, and what other ranks compute for its own."""
+    offloaded = plan.schedule.offloaded
+    remote_queries = in_subchunks(plan, offloaded.where(offloaded.rank == rank))
+    return remote_queries, in_subchunks(plan, offloaded.where(offloaded.q_owner == rank))
 
 
-def alike(
+def group_by_keys(
     q_subchunk: np.ndarray, k_subchunk: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Query subchunks that are paired with the same set of key subchunks, and that set.
 
-    >>> [(q.tolist(), k.tolist()) for q, k in alike(np.array([1, 1, 2, 3, 3]), np.array([7, 8, 7, 8, 7]))]
+    >>> queries, keys = np.array([1, 1, 2, 3, 3]), np.array([7, 8, 7, 8, 7])
+    >>> [(q.tolist(), k.tolist()) for q, k in group_by_keys(queries, keys)]
     [([1, 3], [7, 8]), ([2], [7])]
     """
     order = np.lexsort((k_subchunk, q_subchunk))
@@ -64,8 +67,17 @@ def alike(
     sets: dict[bytes, list[int]] = {}
     for i, keys in enumerate(np.split(k_subchunk[order], first[1:])):
         sets.setdefault(keys.tobytes(), []).append(i)
-    for same, which in sets.items() if len(q) else ():
-        yield q[which], np.frombuffer(same, dtype=np.int64)
+    for keys_of_set, members in sets.items() if len(q) else ():
+        yield q[members], np.frombuffer(keys_of_set, dtype=np.int64)
+
+
+class Missing(NamedTuple):
+    """Visible pairs that nobody computes: `rank` never receives this share of the owner's KV."""
+
+    rank: int
+    owner: int
+    share: int
+    pairs: int  # of all such pairs of the rank
 
 
 class Work(NamedTuple):
@@ -76,179 +88,111 @@ class Work(NamedTuple):
         rows: query rows that see any of the step's keys.
         calls: kernel calls: one FULL, one CAUSAL (where queries are cut, at most one more or less).
         needed: bool [ranks, ranks, shares], by (rank, owner, share): whether its queries see any of it.
+        lost: visible pairs of a rank's queries that nobody computes, int64 [ranks].
+        missing: the first share at fault for those, or None.
     """
 
     pairs: np.ndarray
     rows: np.ndarray
     calls: np.ndarray
     needed: np.ndarray
+    lost: np.ndarray
+    missing: Missing | None
 
 
-def work_of(plan: Plan, hops: Hops, ranks: range, steps: int) -> Work:
-    """Work of some ranks, by `steps` compute steps, from hops that have all their arrivals.
+def work_of(
+    plan: Plan, hops: Hops | None = None, ranks: range | None = None, steps: int | None = None
+) -> Work:
+    """Who computes which visible pairs, and when, by a plan's own tables.
 
-    Where queries move, `ranks` must be all ranks.
+    Every visible pair is counted once: where the offloaded pairs list it, else where its query is, in the
+    step after its key has arrived. That a pair is not listed twice, and that ranks hold what they
+    compute with, is for `check` to prove.
 
-    Raises:
-        PlanError: a rank needs a share that never arrives.
+    Args:
+        hops: a table with all arrivals of these ranks, of which each happens once; default: the plan's.
+        ranks: the ranks to count; default: all. Where queries move, it must be all ranks.
+        steps: compute steps; default: as many as the plan needs.
     """
     plan = plan.context_plan
+    hops = plan.hops() if hops is None else hops
+    ranks = range(plan.ranks) if ranks is None else ranks
+    if steps is None:
+        last = int(plan.schedule.offloaded.step.max(initial=0))
+        steps = max(int(hops.step.max(initial=-1)) + 2, last + 1)
     subchunks, shares, n = plan.subchunks, plan.schedule.num_shares, plan.ranks
     subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
     owner, share = subchunk // (subchunks.parts * shares), subchunk % shares
     order = working_order(subchunks.pieces)
-    keys, held = take(subchunks.pieces, order), (owner * shares + share)[order]
+    keys, share_of_key = take(subchunks.pieces, order), (owner * shares + share)[order]
     pairs, rows = np.zeros((2, n, steps), dtype=np.int64)
-    kinds = np.zeros((n, steps, 2), dtype=bool)  # whether some pair is seen in part, or whole
+    kinds = np.zeros((n, steps, 2), dtype=bool)  # whether some pair is seen in part, or in full
     needed = np.zeros((len(ranks), n * shares), dtype=bool)
+    lost, missing = np.zeros(n, dtype=np.int64), None
     kv = hops.where(hops.kind == KV)
     kv = kv.where(np.argsort(kv.dst, kind="stable"))
     bounds = np.searchsorted(kv.dst, np.arange(n + 1))
-    away = _Away.of(plan)
+    offloaded = _OffloadedIndex.of(plan)
     for i, rank in enumerate(ranks):
         step = np.full(n * shares, steps, dtype=np.int64)
         step[rank * shares : (rank + 1) * shares] = 0
         mine = slice(*bounds[rank : rank + 2])
         step[kv.owner[mine] * shares + kv.share[mine]] = kv.step[mine] + 1
-        turn = plan.schedule.own_steps(rank)
-        own = np.flatnonzero(owner == rank) if away or turn.any() else None
-        # where all queries stay and have one turn whole runs of own tokens will do: fewer pairs
+        own_steps = plan.schedule.own_steps(rank)
+        own = np.flatnonzero(owner == rank) if offloaded or own_steps.any() else None
+        # uncut runs of own tokens will do where all queries stay and meet own keys in one step
         queries = plan.layout.pieces(rank) if own is None else take(subchunks.pieces, own)
-        found = pair_table(queries, keys, plan.docs)
-        seen = found.area > 0
-        q, k, area = found.q[seen], found.k[seen], found.area[seen]
-        whole = area == queries.count[q] * keys.count[k]
-        k = held[k]
+        table = pair_table(queries, keys, plan.docs)
+        seen = table.area > 0
+        q, k, area = table.q[seen], table.k[seen], table.area[seen]
+        in_full = area == queries.count[q] * keys.count[k]
+        k = share_of_key[k]
         where, at = np.full_like(k, rank), step[k]
         if own is not None:
             home = k // shares == rank
-            at[home] = turn[share[own[q[home]]]]
-        if away and own is not None:
-            away.move(rank * shares + share[own[q]], k, where, at)
-        if (at >= steps).any():
-            raise PlanError(f"rank {rank} never receives keys it needs: check(plan) says which")
+            at[home] = own_steps[share[own[q[home]]]]
+        if offloaded and own is not None:
+            offloaded.move(rank * shares + share[own[q]], k, where, at)
         needed[i, k] = True
+        never = np.flatnonzero(at >= steps)
+        if never.size:
+            lost[rank] = area[never].sum()
+            missing = missing or Missing(rank, *divmod(int(k[never[0]]), shares), int(lost[rank]))
+            some_step = at < steps
+            q, area, in_full, where, at = (x[some_step] for x in (q, area, in_full, where, at))
         np.add.at(pairs, (where, at), area)
-        kinds[where, at, whole.astype(int)] = True
+        kinds[where, at, in_full.astype(int)] = True
         when, q = np.divmod(
             np.unique((where * steps + at) * len(queries.count) + q), len(queries.count)
         )
         np.add.at(rows.reshape(-1), when, queries.count[q])
     few = slice(ranks.start, ranks.stop)
-    calls = kinds.sum(axis=2)
-    return Work(pairs[few], rows[few], calls[few], needed.reshape(len(ranks), n, shares))
+    calls, by_share = kinds.sum(axis=2), needed.reshape(len(ranks), n, shares)
+    return Work(pairs[few], rows[few], calls[few], by_share, lost[few], missing)
 
 
-class _Away(NamedTuple):
-    """What is computed away from home: sorted numbers of (queries, keys), and where and when."""
+class _OffloadedIndex(NamedTuple):
+    """Offloaded pairs of shares, sorted by a number for (query share, key share); where and when."""
 
     pair: np.ndarray
     rank: np.ndarray
     step: np.ndarray
-    size: int  # a pair is queries * size + keys, both of them owner * shares + share
+    size: int  # a pair is query share * size + key share, each of them owner * shares + share
 
     @classmethod
-    def of(cls, plan: Plan) -> _Away | None:
-        meets, shares = plan.schedule.offloaded, plan.schedule.num_shares
-        if not len(meets.step):
+    def of(cls, plan: Plan) -> _OffloadedIndex | None:
+        listed, shares = plan.schedule.offloaded, plan.schedule.num_shares
+        if not len(listed.step):
             return None
         size = plan.ranks * shares
-        pair = (meets.q_owner * shares + meets.q_share) * size + meets.owner * shares + meets.share
+        q, k = listed.q_owner * shares + listed.q_share, listed.owner * shares + listed.share
+        pair = q * size + k
         order = np.argsort(pair)
-        return cls(pair[order], meets.rank[order], meets.step[order], size)
+        return cls(pair[order], listed.rank[order], listed.step[order], size)
 
     def move(self, q: np.ndarray, k: np.ndarray, where: np.ndarray, at: np.ndarray) -> None:
-        """Put pairs of shares where and when they are computed, those that are not at home."""
+        """Write where and when pairs of shares are computed, for those that are offloaded."""
         pair = q * self.size + k
         index = np.minimum(np.searchsorted(self.pair, pair), len(self.pair) - 1)
-        gone = self.pair[index] == pair
-        where[gone], at[gone] = self.rank[index[gone]], self.step[index[gone]]
-
-
-NEVER = np.iinfo(np.int64).max // 2
-
-
-class Lost(NamedTuple):
-    """Pairs nobody computes: `rank` never receives this share."""
-
-    rank: int
-    owner: int
-    share: int
-    pairs: int
-
-
-def count_pairs(plan: Plan, arrival: np.ndarray) -> tuple[np.ndarray, Lost | None]:
-    """Pairs computed, int64 [ranks, steps + 1], or the first that are not.
-
-    Args:
-        arrival: the step in which (rank, owner, share) arrives; -1 its own, NEVER if it does not.
-    """
-    meets = plan.schedule.offloaded
-    hops = plan.hops()
-    steps = max(int(hops.step.max(initial=-1)) + 2, int(meets.step.max(initial=0)) + 1)
-    work = np.zeros((plan.ranks, steps), dtype=np.int64)
-    counter = _Counter(plan, arrival)
-    away = in_subchunks(plan, meets)
-    given = counter.pair(away.q_subchunk, away.k_subchunk)
-    for rank in range(plan.ranks):
-        lost = counter.at_home(rank, work[rank], given)
-        if lost:
-            return work, lost
-    if len(given):
-        counter.away(away, given, work)
-    return work, None
-
-
-class _Counter:
-    def __init__(self, plan: Plan, arrival: np.ndarray) -> None:
-        subchunks, shares = plan.subchunks, plan.schedule.num_shares
-        self.plan, self.arrival, self.pieces = plan, arrival, subchunks.pieces
-        self.subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
-        self.owner, self.share = self.subchunk // (subchunks.parts * shares), self.subchunk % shares
-
-    def pair(self, q_subchunk: np.ndarray, k_subchunk: np.ndarray) -> np.ndarray:
-        """One number for a pair of subchunks."""
-        return q_subchunk * len(self.plan.subchunks.low) + k_subchunk
-
-    def at_home(self, rank: int, work: np.ndarray, given: np.ndarray) -> Lost | None:
-        """Count pairs of the rank's own queries, but for those given away."""
-        plan, docs = self.plan, self.plan.docs
-        turn = plan.schedule.own_steps(rank)
-        cut = len(given) > 0 or turn.any()
-        if cut:
-            mine = np.flatnonzero(self.owner == rank)
-            queries, keys = take(self.pieces, mine), np.arange(len(self.subchunk))
-        else:  # whole runs of own tokens: fewer pairs
-            queries = plan.layout.pieces(rank)
-            own = take(queries, working_order(queries))
-            work[0] += pair_table(queries, own, docs).area.sum()
-            keys = np.flatnonzero(self.owner != rank)
-        keys = keys[working_order(take(self.pieces, keys))]
-        pairs = pair_table(queries, take(self.pieces, keys), docs)
-        k, seen = keys[pairs.k], pairs.area > 0
-        if len(given):
-            seen &= ~np.isin(self.pair(self.subchunk[mine[pairs.q]], self.subchunk[k]), given)
-        step = self.arrival[rank, self.owner, self.share][k] + 1
-        if cut:
-            home = self.owner[k] == rank
-            step[home] = turn[self.share[mine[pairs.q[home]]]]
-        lost = np.flatnonzero(seen & (step > NEVER))
-        if lost.size:
-            first = k[lost[0]]
-            owner, share = int(self.owner[first]), int(self.share[first])
-            return Lost(rank, owner, share, int(pairs.area[lost].sum()))
-        np.add.at(work, step[seen], pairs.area[seen])
-        return None
-
-    def away(self, away: Away, given: np.ndarray, work: np.ndarray) -> None:
-        """Count pairs computed for other ranks."""
-        queries = np.flatnonzero(np.isin(self.subchunk, away.q_subchunk))
-        keys = np.flatnonzero(np.isin(self.subchunk, away.k_subchunk))
-        keys = keys[working_order(take(self.pieces, keys))]
-        sides = take(self.pieces, queries), take(self.pieces, keys)
-        pairs = pair_table(*sides, self.plan.docs)
-        found = self.pair(self.subchunk[queries[pairs.q]], self.subchunk[keys[pairs.k]])
-        order = np.argsort(given)
-        at = order[np.minimum(np.searchsorted(given[order], found), len(given) - 1)]
-        some = given[at] == found
-        np.add.at(work, (away.rank[at[some]], away.step[at[some]]), pairs.area[some])
+        moved = self.pair[index] == pair
+        where[moved], at[moved] = self.rank[index[moved]], self.step[index[moved]]

@@ -73,7 +73,7 @@ class RankPairs(Routed):
     def _full_mask_counts(self, layout: Layout, rows: int, columns: int) -> TokenCounts | None:
         """The closed form where all ranks have tokens and see each other's: ranks as rows x columns."""
         docs = layout.docs
-        full = not docs.causal and docs.window is None and len(docs.lengths) == 1
+        full = docs.prefixes and not docs.causal and len(docs.lengths) == 1
         if not full or layout.counts.min() == 0:
             return None
         kv, queries = (rows - 1) * docs.total, (columns - 1) * docs.total

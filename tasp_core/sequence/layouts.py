@@ -27,21 +27,7 @@ import numpy as np
 from ..errors import LayoutError, check_int
 from .balanced import place
 from .documents import Documents
-
-
-class Pieces(NamedTuple):
-    """Local runs of one rank, each inside one segment and one document; int64 arrays of equal length."""
-
-    offset: np.ndarray  # first local index
-    count: np.ndarray  # type: ignore[assignment]  # hides tuple.count
-    start: np.ndarray  # first global token; the next ones follow at the segment's stride
-    stride: np.ndarray
-    doc: np.ndarray
-
-    @property
-    def last(self) -> np.ndarray:
-        """Last global token of each piece."""
-        return self.start + (self.count - 1) * self.stride
+from .pieces import Pieces, ranges
 
 
 class Shard(NamedTuple):
@@ -49,18 +35,6 @@ class Shard(NamedTuple):
 
     segments: np.ndarray
     blocks: np.ndarray
-
-
-def ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers of the ranges [low_i, high_i) end to end, and the i each belongs to.
-
-    >>> [x.tolist() for x in ranges(np.array([0, 5]), np.array([2, 8]))]
-    [[0, 1, 5, 6, 7], [0, 0, 1, 1, 1]]
-    """
-    sizes = np.maximum(high - low, 0)
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    first = np.cumsum(sizes) - sizes
-    return np.arange(sizes.sum()) - first[owner] + low[owner], owner
 
 
 def _bounds(length: np.ndarray, start: np.ndarray, ranks: int, i: int | np.ndarray) -> np.ndarray:

@@ -31,27 +31,19 @@ import numpy as np
 
 from ..errors import PlanError
 from .documents import Documents
-from .layouts import Layout, Pieces, ranges
+from .layouts import Layout
+from .masks import Bands, band_area, edges
+from .pieces import Pieces, ranges
 
 
 class Pairs(NamedTuple):
-    """Pairs of pieces of the same document; `k` indexes the keys in working order."""
+    """Pairs of pieces of one document of which queries see prefixes; `k` counts in working order."""
 
     q: np.ndarray
     k: np.ndarray
     first: np.ndarray  # first query row that sees any key
     full: np.ndarray  # first query row that sees all keys through the FULL call
     area: np.ndarray  # visible (query, key) pairs
-
-
-class Bands(NamedTuple):
-    """The same under a window: row a of a query piece sees columns a + low .. a + high of the keys."""
-
-    q: np.ndarray
-    k: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    area: np.ndarray
 
 
 class Sequences(NamedTuple):
@@ -84,53 +76,33 @@ def working_order(keys: Pieces) -> np.ndarray:
     return np.lexsort((keys.last, keys.doc))
 
 
-def edges(
-    lead: np.ndarray, stride: np.ndarray, window_size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """low and high of a band: keys that begin `lead` tokens after the queries, both every `stride`."""
-    before, after = window_size
-    return -((before + lead) // stride), (after - lead) // stride
-
-
 def pair_table(queries: Pieces, keys: Pieces, docs: Documents) -> Pairs | Bands:
-    """Every pair of a query piece and a key piece of the same document; keys in working order.
+    """Every pair of a query piece and a key piece that may see it; keys in working order.
 
     Raises:
         PlanError: pieces interleave in a way that is not a square (a stripe cut in two).
     """
+    if docs.slices is not None:
+        return docs.slices.bands(queries, keys)
     low, high = (np.searchsorted(keys.doc, queries.doc, side=s) for s in ("left", "right"))
     k, q = ranges(low, high)
     rows, columns = queries.count[q], keys.count[k]
     lead = keys.start[k] - queries.start[q]  # how far the keys begin after the queries
     stride = queries.stride[q]
-    if docs.window_size is not None:
-        low, high = edges(lead, stride, docs.window_size)
-        return Bands(q, k, low, high, _band_area(rows, columns, low, high))
-    if not docs.causal:
-        zero = np.zeros_like(q)
+    zero = np.zeros_like(q)
+    if docs.prefixes and not docs.causal:
         return Pairs(q, k, zero, zero, rows * columns)
+    low, high = edges(lead, stride, *docs.diagonals)
+    if not docs.prefixes:
+        area = band_area(rows, columns, low, high)
+        return Bands(q, k, zero, rows, zero, columns, low, high, area)
     square = keys.last[k] >= queries.start[q]
     if (square & (lead <= -stride)).any():
         raise PlanError("a query piece begins inside a key piece; cut the key piece there")
-    first = np.where(square, np.clip(-(-lead // stride), 0, rows), 0)
+    first = np.where(square, np.clip(-high, 0, rows), 0)
     full = np.where(square, np.minimum(first + columns, rows), 0)
     size = full - first
     return Pairs(q, k, first, full, size * (size + 1) // 2 + (rows - full) * columns)
-
-
-def _band_area(
-    rows: np.ndarray, columns: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> np.ndarray:
-    """Pairs (a, b) of a rows x columns tile with low <= b - a <= high."""
-
-    def triangle(n: np.ndarray) -> np.ndarray:
-        return np.where(n > 0, n * (n + 1) // 2, 0)
-
-    def upto(x: np.ndarray) -> np.ndarray:  # pairs with b - a <= x
-        beyond = triangle(rows + x - columns) - triangle(x - columns)
-        return triangle(rows + x) - triangle(x) - beyond
-
-    return upto(high) - upto(low - 1)
 
 
 def rank_areas(layout: Layout) -> np.ndarray:
@@ -184,9 +156,11 @@ def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequ
 
 def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequences, Sequences]:
     """FULL, CAUSAL and INVERSE_CAUSAL sequences of bands."""
-    q, k, low, high = (column[bands.area > 0] for column in bands[:4])
-    rows, columns, width = queries.count[q], keys.count[k], high - low + 1
-    q_first, k_first = queries.offset[q], (np.cumsum(keys.count) - keys.count)[k]
+    bands = Bands(*(column[bands.area > 0] for column in bands))
+    q, k, rows, columns = bands.q, bands.k, bands.rows, bands.columns
+    low, high, width = bands.low, bands.high, bands.high - bands.low + 1
+    q_first = queries.offset[q] + bands.q_first
+    k_first = (np.cumsum(keys.count) - keys.count)[k] + bands.k_first
     begin, end = np.clip(-high, 0, rows), np.minimum(rows, columns - low)
     # rows before `enter` miss the last columns, rows from `leave` on the first ones
     enter, leave = columns - high, 1 - low
@@ -198,8 +172,8 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
     ahead, behind = one - begin, end - two  # rows with one edge
 
     def part(pair: np.ndarray, a: np.ndarray, m: np.ndarray, b: np.ndarray, n: np.ndarray) -> Any:
-        some = (m > 0) & (n > 0)
-        return np.stack([q_first[pair] + a, m, k_first[pair] + b, n])[:, some]
+        filled = (m > 0) & (n > 0)
+        return np.stack([q_first[pair] + a, m, k_first[pair] + b, n])[:, filled]
 
     causal = (
         part(every, begin, ahead, begin + high, ahead),

@@ -115,7 +115,7 @@ def run_rank(
 class Reference:
     """Attention in float64 and by a plain kernel, both on one device, to compare many plans with.
 
-    Under a window the plain kernel is `math` in the inputs' dtype: no other takes one.
+    Under a window or slices the plain kernel is `math` in the inputs' dtype: no other takes one.
 
     Args:
         kernel: the plain kernel's name. backward: whether gradients are compared too.
@@ -127,30 +127,31 @@ class Reference:
         q, k, v, dout = inputs.tensors()
         out_grad = dout if backward else None
         self.exact = oracle(q, k, v, docs, dout=out_grad)
+        masked = docs.window is not None or docs.slices is not None
         plain_kernel = (
-            resolve(kernel, q.device.type, q.dtype) if docs.window is None else Math(docs.window)
+            Math(docs.window, docs.slices) if masked else resolve(kernel, q.device.type, q.dtype)
         )
         plain_results = oracle(q, k, v, docs, dout=out_grad, kernel=plain_kernel)
         self.names = NAMES if backward else NAMES[:2]
         self.plain_errors, self.limits = {}, {}
         for name in self.names:
             exact = self.exact[name]
-            self.plain_errors[name] = _largest(plain_results[name].double() - exact)
-            eps = torch.finfo(plain_results[name].dtype).eps
-            self.limits[name] = max(2 * self.plain_errors[name], FLOOR_ULP * eps * _largest(exact))
+            self.plain_errors[name] = _largest(_gap(plain_results[name], exact))
+            eps, finite = torch.finfo(plain_results[name].dtype).eps, exact[exact.isfinite()]
+            self.limits[name] = max(2 * self.plain_errors[name], FLOOR_ULP * eps * _largest(finite))
 
     def errors(self, pieces: Sequence[Sequence[Tensor]], plan: Plan) -> Errors:
         """Errors of a plan's results: out, lse, dq, dk, dv of each rank."""
         ours = {}
         for i, name in enumerate(self.names):
             result = unshard([p[i] for p in pieces], plan)
-            ours[name] = _largest(result.double() - self.exact[name])
+            ours[name] = _largest(_gap(result, self.exact[name]))
         return Errors(ours, self.plain_errors, self.limits)
 
     def own_errors(self, pieces: Sequence[Tensor], plan: Plan, rank: int, group: Any) -> Errors:
         """The same, inside a running group: every rank gives its own results and gets all ranks' errors."""
         gaps = [
-            _largest(x.double() - shard(self.exact[name], plan, rank).to(x.device))
+            _largest(_gap(x, shard(self.exact[name], plan, rank).to(x.device)))
             for name, x in zip(self.names, pieces, strict=False)
         ]
         worst = torch.tensor(gaps, dtype=torch.float64, device=pieces[0].device)
@@ -158,6 +159,11 @@ class Reference:
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         ours = dict(zip(self.names, worst.tolist(), strict=True))
         return Errors(ours, self.plain_errors, self.limits)
+
+
+def _gap(x: Tensor, exact: Tensor) -> Tensor:
+    """Difference from the exact values; 0 where both are -inf, the log-sum-exp of no key at all."""
+    return torch.where(x == exact, 0.0, x.double() - exact)
 
 
 def _largest(x: Tensor) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...sequence.documents import Documents
 from ...sequence.layouts import Layout
+from ...sequence.masks import band_area, edges
 from ...sequence.tiles import rank_areas
 
 TOLERANCE = 0.04
@@ -53,26 +54,11 @@ class Offload(NamedTuple):
     worker: np.ndarray
 
 
-def _before(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Number of pairs of a query i < x and a key j <= i in [low, high)."""
-    n, t = high - low, np.maximum(x - low, 0)
-    return np.where(t <= n, t * (t + 1) // 2, n * (n + 1) // 2 + (t - n) * n)
-
-
 def area(docs: Documents, a: Runs, b: Runs) -> np.ndarray:
     """Number of visible pairs of query runs `a` and KV runs `b` of the same documents."""
-
-    def seen(shift: int) -> np.ndarray:
-        """Pairs with key <= query + shift."""
-        ends = (_before(x + shift, b.low, b.high) for x in (a.high, a.low))
-        return next(ends) - next(ends)
-
-    reach = docs.window
-    if docs.causal:
-        return seen(0) - (seen(-reach) if reach else 0)
-    if reach:
-        return seen(reach - 1) - seen(-reach)
-    return (a.high - a.low) * (b.high - b.low)
+    lead = b.low - a.low
+    band = edges(lead, np.ones_like(lead), *docs.diagonals)
+    return band_area(a.high - a.low, b.high - b.low, *band)
 
 
 def _runs(layout: Layout) -> Runs:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...sequence.layouts import Layout, ranges
-from ...sequence.tiles import edges
+from ...sequence.layouts import Layout
+from ...sequence.masks import band_area, edges
+from ...sequence.pieces import Pieces, ranges
 from .offload import Offload
 
 
@@ -58,15 +59,21 @@ class Requirements:
     offload: Offload | None = None
 
     @cached_property
+    def _queries(self) -> tuple[np.ndarray, Pieces]:
+        """Every rank's pieces, and the rank of each."""
+        pieces = [self.layout.pieces(rank) for rank in range(self.layout.ranks)]
+        rank = np.repeat(np.arange(self.layout.ranks), [len(p.doc) for p in pieces])
+        return rank, Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+
+    @cached_property
     def _needs(self) -> Needs:
-        layout = self.layout
-        docs, n = layout.docs, layout.ranks
-        pieces = [layout.pieces(r) for r in range(n)]
-        rank = np.repeat(np.arange(n), [len(p.doc) for p in pieces])
-        doc, start, last = (
-            np.concatenate([getattr(p, k) for p in pieces]) for k in ("doc", "start", "last")
-        )
-        before, after = docs.window_size or (docs.total, 0 if docs.causal else docs.total)
+        docs, n = self.layout.docs, self.layout.ranks
+        rank, pieces = self._queries
+        doc, start, last = pieces.doc, pieces.start, pieces.last
+        if docs.slices is not None:
+            piece, low, high = docs.slices.spans(pieces)
+            return Needs(doc[piece], rank[piece], start[piece], low, high)
+        least, most = docs.diagonals
         key, at = np.unique(doc * n + rank, return_inverse=True)
         if docs.window_size:
             order = np.argsort(at, kind="stable")
@@ -76,7 +83,7 @@ class Requirements:
         np.minimum.at(first, at, start)
         np.maximum.at(high, at, last + 1)
         begin, end = docs.cu_seqlens[key // n], docs.cu_seqlens[key // n + 1]
-        low, high = np.maximum(begin, first - before), np.minimum(end, high + after)
+        low, high = np.maximum(begin, first + least), np.minimum(end, high + most)
         return Needs(key // n, key % n, first, low, high)
 
     @cached_property
@@ -127,23 +134,27 @@ class Requirements:
 
     def _visible(self, shares: Shares) -> tuple[np.ndarray, np.ndarray]:
         """Every (rank, share) of which some query of the rank sees the share; its own shares, too."""
-        needs = self._needs
+        docs, needs = self.layout.docs, self._needs
+        if docs.slices is not None:
+            keys = Pieces(shares.low, shares.size, shares.first, shares.stride, shares.doc)
+            holder, queries = self._queries
+            bands = docs.slices.bands(queries, keys)
+            pairs = np.unique(bands.k * self.layout.ranks + holder[bands.q])
+            return pairs % self.layout.ranks, pairs // self.layout.ranks
         low, high = (np.searchsorted(needs.doc, shares.doc, side=s) for s in ("left", "right"))
         who, share = ranges(low, high)
         seen = (needs.high[who] > shares.first[share]) & (needs.low[who] <= shares.last[share])
         seen &= shares.size[share] > 0
         who, share = who[seen], share[seen]
-        if self.layout.docs.window_size:
-            who, share = self._in_window(who, share, self.layout.docs.window_size)
+        if docs.window_size:
+            who, share = self._in_window(who, share)
         return needs.rank[who], share
 
-    def _in_window(
-        self, who: np.ndarray, share: np.ndarray, window_size: tuple[int, int]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _in_window(self, who: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each rank once per share; not the stripes of which no two tokens are as close as the window."""
         shares, needs = self.shares, self._needs
         lead = shares.first[share] - needs.start[who]
-        least, most = edges(lead, shares.stride[share], window_size)
+        least, most = edges(lead, shares.stride[share], *self.layout.docs.diagonals)
         key = np.where(least <= most, share * self.layout.ranks + needs.rank[who], -1)
         key, at = np.unique(key, return_index=True)
         return who[at[key >= 0]], share[at[key >= 0]]
@@ -173,12 +184,9 @@ class Requirements:
 
     def _sees(self, shares: Shares, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Whether some query of share q sees some key of share k; both are of the same document."""
-        docs = self.layout.docs
-        seen = shares.first[k] <= shares.last[q] if docs.causal else np.ones(q.shape, dtype=bool)
-        if docs.window is not None:
-            seen &= shares.last[k] > shares.first[q] - docs.window
-            seen &= shares.first[k] < shares.last[q] + docs.window
-        return seen & (shares.size[q] > 0) & (shares.size[k] > 0)
+        lead = shares.first[k] - shares.first[q]
+        band = edges(lead, shares.stride[q], *self.layout.docs.diagonals)
+        return band_area(shares.size[q], shares.size[k], *band) > 0
 
     def required(self) -> tuple[np.ndarray, np.ndarray]:
         """Every (rank, KV share) of which the share must be sent to the rank."""

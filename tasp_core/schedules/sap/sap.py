@@ -88,7 +88,7 @@ class Sap(Routed):
         """Queries move where the layout keeps tokens in order, and messages are point to point."""
         if layout is None:
             return dict(options)
-        in_order = layout.name == "contiguous"
+        in_order = layout.name == "contiguous" and layout.docs.slices is None
         return {"move_q": in_order and options.get("exchange", "p2p") == "p2p", **options}
 
     @classmethod
@@ -112,6 +112,10 @@ class Sap(Routed):
             raise PlanError(f"sap: move_q must be true or false, got {self.move_q!r}")
         if self.move_q and self.layout is not None and self.layout.name == "striped":
             raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
+        if self.move_q and self.layout is not None and self.layout.docs.slices is not None:
+            raise PlanError(
+                "sap: move_q=True is for masks of documents, not for slices; leave it out"
+            )
 
     @cached_property
     def _budget(self) -> int:
