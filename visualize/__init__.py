@@ -1,6 +1,6 @@
 """Pictures of plans, machines, timelines and results: pure functions -> Figure; see figure.py.
 
-    rings(plan)                      which way keys and values travel
+    rings(plan)                      the routes on which KV travels
     hops(plan, step=2)               one step: what each link carries, who has what afterwards
     links([(label, plan)])           how much each link carries, how many work in each step
     mask(plan or docs, rank=, step=) which pairs are visible, who computes them, when
