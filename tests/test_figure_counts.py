@@ -39,7 +39,7 @@ def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
             assert mark[1].get("stroke") == (colour(*owners) if len(owners) == 1 else SOFT)
         got = table.where(table.step <= step)
         has = np.zeros((n, n))
-        keys, guests = (got.where(got.kind == kind) for kind in (KV, Q))
+        keys, moved = (got.where(got.kind == kind) for kind in (KV, Q))
         np.add.at(has, (keys.dst, keys.owner), p.tokens_moved(keys))
         has = has / np.maximum(1, p.layout.counts) + np.eye(n)
         held = {tip(c): c.get("fill") for c in named(root, "held")}
@@ -47,8 +47,10 @@ def test_arrows_of_a_step_are_its_hops_and_cells_what_is_held(case):
             f"rank {a} has {has[a, b]:.0%} of rank {b}'s KV": colour(b)
             for a, b in np.argwhere(has > 0).tolist()
         }
-        links = {(a, b) for a, b in zip(guests.dst.tolist(), guests.owner.tolist(), strict=True)}
-        rings = {tuple(map(int, re.findall(r"rank (\d+)", tip(g)))) for g in named(root, "remote query")}
+        links = {(a, b) for a, b in zip(moved.dst.tolist(), moved.owner.tolist(), strict=True)}
+        rings = {
+            tuple(map(int, re.findall(r"rank (\d+)", tip(g)))) for g in named(root, "remote query")
+        }
         assert rings == links
 
 

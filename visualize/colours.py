@@ -1,4 +1,4 @@
-"""Colours: one a rank or ring, ramps for amounts; all told apart by colour-blind readers.
+"""Colours: one per rank or ring, ramps for amounts; colour-blind readers can tell all of them apart.
 
 Lightness differs as well as hue, and no picture relies on colour alone.
 """
@@ -13,7 +13,7 @@ INK, SOFT, PALE, ACCENT = "#1A1A1A", "#555555", "#E4E4E4", "#D55E00"
 
 
 def mix(a: str, b: str, part: float) -> str:
-    """The colour `part` of the way from a to b.
+    """The colour between a and b: a where `part` is 0, b where it is 1.
 
     >>> mix("#000000", "#FFFFFF", 0.5)
     '#808080'

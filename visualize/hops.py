@@ -1,10 +1,10 @@
-"""Hops: one communication step of a plan, and who has whose keys and values after it.
+"""Hops: one communication step of a plan, and which rank has whose KV after it.
 
     hops(plan, step=2) -> Figure; its plotly form plays all steps
 
-On the left an arrow for each link in use, in the colour of the rank whose KV it carries (dark grey
-where it carries several ranks'). On the right a row for each rank: its cells fill with the owners'
-colours as their shares arrive. Drawn as frames for plans of few hops, see FRAMES.
+On the left is an arrow for each link in use, in the colour of the rank whose KV it carries, dark grey
+where it carries KV of several ranks. On the right is a row for each rank: its cells fill with the owners'
+colours as their shares arrive. Plans of few hops are drawn as an animation, see FRAMES.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LABELLED = 16  # arrows with words, at most
 
 
 def _arrows(plan: Plan, here: Hops) -> Marks:
-    """An arrow for each link in use, with its words where there is room."""
+    """An arrow for each link in use, labelled where there is room."""
     s, n = stage(nodes_of(plan.machine), STAGE), plan.context_plan.ranks
     link, inverse = np.unique(here.src * n + here.dst, return_inverse=True)
     words = here.lines()
@@ -51,7 +51,7 @@ def _arrows(plan: Plan, here: Hops) -> Marks:
 
 
 def _had(plan: Plan, kind: int) -> np.ndarray:
-    """Part of each owner's KV (or queries) a rank has before step t, float [steps + 1, rank, owner]."""
+    """The fraction of an owner's KV (or queries) a rank has before step t, [steps + 1, rank, owner]."""
     n, hops = plan.context_plan.ranks, plan.hops()
     hops = hops.where(hops.kind == kind)
     moved = plan.tokens_moved(hops) / np.maximum(1, plan.layout.counts)[hops.owner]
@@ -64,7 +64,7 @@ def _had(plan: Plan, kind: int) -> np.ndarray:
 def _matrix(had: np.ndarray, before: np.ndarray, remote: np.ndarray) -> Marks:
     """Rows of cells that fill with the owners' colours; what is new has a dark frame.
 
-    A hollow square in the owner's colour: queries of that rank that have arrived.
+    A hollow square in the owner's colour: queries of that rank have arrived.
     """
     n = len(had)
     size = min(44.0, CELLS / n)
@@ -112,7 +112,7 @@ def _matrix(had: np.ndarray, before: np.ndarray, remote: np.ndarray) -> Marks:
         along = size * (rank + 0.5)
         marks.append(small(at + complex(along, -11), str(rank)))
         marks.append(small(at + complex(-8, along), str(rank), "end"))
-    marks.append(small(at + complex(n * size / 2, -30), "keys and values of rank"))
+    marks.append(small(at + complex(n * size / 2, -30), "KV of rank"))
     middle = at + complex(-40, n * size / 2)
     marks.append(text(middle, "held by rank", size=13, fill=SOFT, turn=-90))
     return marks
@@ -124,7 +124,7 @@ def _draw(plan: Plan, step: int, had: np.ndarray, remote: np.ndarray) -> Drawing
     here = table.where(table.step == step)
     have = had[step + 1].sum(axis=1)
     caption = f"step {step} of 0 to {len(had) - 2}: {len(here.src)} hops"
-    seen = f"after it a rank has {_range(have)} of {len(have)} ranks' KV"
+    seen = f"then each rank has {_range(have)} of {len(have)} ranks' KV"
     marks = [text(complex(LEFT, 8), caption, size=16, anchor="start", bold=True)]
     marks.append(small(complex(LEFT, 32), seen + "; new: framed", "start"))
     marks += _arrows(plan, here) + _matrix(had[step + 1], had[step], remote[step + 1])
@@ -166,14 +166,14 @@ def hops(plan: Plan, *, step: int = 0, label: str = "") -> Figure:
     states = {t: _draw(plan, t, had, remote) for t in shown}
     note = (
         "An arrow: one link in use, in the colour of the rank whose keys and values (KV) it carries; "
-        'grey: of several ranks. "kv3.1": share 1 of rank 3. A cell fills as the shares arrive.'
+        'grey: of several ranks. "kv3.1": share 1, a chunk of the KV of rank 3. '
+        "A cell fills as shares arrive."
     )
-    title = (
-        f"{where}: {count} hops in {steps} step{'s' * (steps != 1)} bring every KV to its readers"
-    )
+    brought = "all KV to the ranks that need it"
     if remote.any():
-        note += " A hollow square: its queries have come."
-        title = title.replace("bring every KV to its readers", "bring queries and keys together")
+        note += " A hollow square: queries of that rank have arrived (remote queries)."
+        brought = "queries and KV together"
+    title = f"{where}: {count} hops in {steps} step{'s' * (steps != 1)} bring {brought}"
     said = " ".join(table.where(table.step == step).lines()[:64])
     desc = f"{where}, step {step} of {steps}: {said}."
     frames = tuple((f"{t}", d) for t, d in states.items()) if len(states) > 1 else ()

@@ -2,8 +2,8 @@
 
     links([("Ring", plan_a), ("TASP", plan_b)]) -> Figure
 
-A panel: senders down, receivers across, one colour scale for all panels; beside it a bar a step.
-Plans that load the links alike (say, one schedule under several layouts) share a panel.
+One panel per plan: senders down, receivers across, one colour scale for all panels; beside it one bar
+per step. Plans that load the links equally (one schedule with several layouts) share a panel.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Named = tuple[tuple[str, ...], Traffic]
 
 def merge(plans: Sequence[tuple[str, Plan]]) -> list[Named]:
     """(labels, traffic), plans with equal traffic as one."""
-    found: dict[tuple[object, ...], Named] = {}
+    by_traffic: dict[tuple[object, ...], Named] = {}
     for label, plan in plans:
         t = Traffic.of(plan)
         arrays = (t.kv.tobytes(), t.crossing.tobytes(), t.busy.tobytes())
         key = (arrays, t.step_kv, t.collective, t.queries)
-        found[key] = ((*found.get(key, ((), t))[0], label), t)
-    return list(found.values())
+        by_traffic[key] = ((*by_traffic.get(key, ((), t))[0], label), t)
+    return list(by_traffic.values())
 
 
 def _size(traffic: Traffic) -> float:
@@ -72,7 +72,7 @@ def _cell(traffic: Traffic, src: int, dst: int, most: float) -> Marks:
 
 
 def _frames(traffic: Traffic) -> Marks:
-    """Dashed round links between nodes, solid round the links inside each."""
+    """Frames: dashed round the links between nodes, solid round the links inside each node."""
     n, size, at = len(traffic.kv), _size(traffic), complex(LEFT, TOP)
     side = n * size
     if not traffic.crossing.any():
@@ -129,7 +129,7 @@ def _bars(traffic: Traffic, left: float, wide: float) -> Marks:
 
 
 def _strip(traffic: Traffic) -> Marks:
-    """The share of links and NICs busy in each step, and its summary."""
+    """The fraction of links and NICs that are busy in each step, and its summary."""
     edge = LEFT + SIDE + 24
     left, wide, foot, steps = edge + 40, PANEL - edge - 46, TOP + BARS, len(traffic.busy)
     if not steps:
@@ -152,7 +152,7 @@ def _strip(traffic: Traffic) -> Marks:
 
 
 def _panel(labels: tuple[str, ...], traffic: Traffic, most: float) -> Drawing:
-    """One plan or several alike: labels, what they use, heat map, strip."""
+    """One plan, or several with equal traffic: labels, what they use, heat map, bars of steps."""
     what = traffic.amounts()
     if traffic.collective:
         what = "one library call, drawn as direct sends; the library picks the routes"
@@ -179,7 +179,7 @@ def _legend(most: float, between: bool) -> Drawing:
 
 
 def headline(panels: Sequence[Named]) -> str:
-    """The sentence the picture shows: the plan that uses fewest links, against one that uses all.
+    """The title: the plan that uses the fewest links, against one that uses all.
 
     >>> from tasp_core import plan
     >>> headline(merge([(s, plan([64], 8, schedule=s)) for s in ("ring", "tasp")]))
@@ -187,7 +187,7 @@ def headline(panels: Sequence[Named]) -> str:
     """
     own = [p for p in panels if not p[1].collective and len(p[1].kv) > 1]
     if not own:
-        return "Keys and values each link carries"
+        return "KV that each link carries"
     least = min(own, key=lambda panel: panel[1].part)
     best = max(own, key=lambda panel: (panel[1].all_used, panel[1].even))
     ends = [least, best] if best[1].all_used and not least[1].all_used else [least]
@@ -214,11 +214,13 @@ def links(plans: Plans) -> Figure:
     notes = "1 KV = the keys and values of one rank. "
     notes += "A cell is what the rank on its left sends the rank above it."
     if len(panels) < len(pairs):
-        notes += " Plans that load the links alike, step by step, share a panel."
+        notes += " Plans that load every link equally in every step share a panel."
     if between:
         notes += " Inside a node each ordered pair of ranks has a link; each rank has one NIC."
     if any(t.queries for _, t in panels):
-        notes += " Queries that travel, and their answers, count like the KV of as many tokens."
+        notes += (
+            " Queries that travel, and their partial outputs, count as the KV of as many tokens."
+        )
     title = headline(panels)
     facts = (f"{', '.join(who)}: {t.amounts()}, in {len(t.busy)} steps" for who, t in panels)
     desc = f"{title}. Heat maps of KV from rank to rank, and bars of links busy in each step. "

@@ -2,16 +2,18 @@
 
     topology(machine("h100x2")) -> Figure
 
-A box is a node. A line between two ranks is a link of their own; a line to the middle is the way
-through a switch or the hosts, which all ranks share. Between nodes there are NICs. Of the nodes the
-first MOST_NODES are drawn. What differs from the rule (slow or dead resources) is dashed and listed.
+A box is a node. A line between two ranks is a link between these two only; a line to the middle is a
+rank's port to the switch, or its route to the host. NICs join nodes. The first MOST_NODES nodes are
+drawn. Resources whose capacity differs from the rule (slow or dead ones) are dashed and listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from tasp_core import Machine, cut_bound
+from tasp_core.machines.presets import as_machine
 
 from .colours import ACCENT, INK, SOFT
 from .figure import Figure, few_enough
@@ -23,7 +25,7 @@ MOST_NODES, GAP, LINK, LISTED = 4, 24.0, "#8FA9BF", 6
 
 
 def _links(machine: Machine, s: Stage, peers: range) -> Marks:
-    """A line for each pair of ranks with a link of its own, either way."""
+    """A line for each pair of ranks with a link between them, in either direction."""
     marks, changed = [], dict(machine.overrides)
     least = min((r for name, r in machine.overrides if r and name[0] == "l"), default=1.0)
     for a in peers:
@@ -41,7 +43,7 @@ def _links(machine: Machine, s: Stage, peers: range) -> Marks:
 
 
 def _middle(machine: Machine, s: Stage) -> Marks:
-    """The ways that all ranks of a node share: a switch, or the hosts."""
+    """What joins all ranks of a node: a switch, or the hosts."""
     words = [w for w, rate in (("switch", machine.port_gbps), ("hosts", machine.host_gbps)) if rate]
     if not words or len(s.places) < 2:
         return []
@@ -68,7 +70,7 @@ def _node(machine: Machine, number: int, peers: range, side: float, many: bool) 
 
 def _network(machine: Machine, wide: float, more: int) -> Drawing:
     """What joins the nodes."""
-    words = f"network between nodes: {number(machine.nic_gbps)} GB/s out of, and into, each NIC"
+    words = f"network between nodes: {number(machine.nic_gbps)} GB/s per NIC and direction"
     words += f"; {more} more node{'s' * (more > 1)}" if more else ""
     bar = rect(0j, complex(wide, 34), fill="#FBEEE6", stroke=ACCENT, width=1.5)
     return Drawing(wide, 34, [bar, text(complex(wide / 2, 17), fit(words, wide))])
@@ -85,28 +87,33 @@ def facts(machine: Machine, nodes: tuple[range, ...]) -> list[str]:
     """The machine's capacities in words."""
     m, rows = max(map(len, nodes)), []
     if machine.link_gbps and m > 1:
-        rows.append(f"each ordered pair of a node has a link of {number(machine.link_gbps)} GB/s")
-    for rate, what in ((machine.port_gbps, "switch"), (machine.host_gbps, "host")):
+        rows.append(
+            f"each ordered pair of ranks of a node has a link of {number(machine.link_gbps)} GB/s"
+        )
+    for rate, what in (
+        (machine.port_gbps, "port to the switch"),
+        (machine.host_gbps, "route to its host"),
+    ):
         if rate:
-            rows.append(f"each rank's way to the {what}: {number(rate)} GB/s out, and as much in")
+            rows.append(f"each rank's {what}: {number(rate)} GB/s per direction")
     rows += [
         f"through the hosts, from ranks {_few(b.src)} to ranks {_few(b.dst)}: "
-        f"{number(b.gbps)} GB/s together"
+        f"{number(b.gbps)} GB/s shared by all"
         for b in machine.buses
     ]
     if len(nodes) > 1:
-        whose = f"each of {machine.nics} NICs a node" if machine.nics else "each rank's NIC"
-        rows.append(f"{whose}: {number(machine.nic_gbps)} GB/s out, and as much in")
+        nics = f"each of {machine.nics} NICs per node" if machine.nics else "each rank's NIC"
+        rows.append(f"{nics}: {number(machine.nic_gbps)} GB/s per direction")
     rows += _overrides(machine)
     rows.append(f"a step costs {seconds(machine.latency_s)} besides its bytes")
     if machine.ranks > 1:
         bound = seconds(cut_bound(machine, 1e9))
-        rows.append(f"1 GB of KV a rank cannot reach all others in less than {bound}")
+        rows.append(f"cut bound: 1 GB of KV per rank needs at least {bound} to reach all ranks")
     return [*rows, f"source: {machine.source}"] if machine.source else rows
 
 
 def _overrides(machine: Machine) -> list[str]:
-    """What differs from the rule: named where it is little, else counted by capacity."""
+    """Resources that differ from the rule: a few by name, many as counts by capacity."""
     changed = machine.overrides
     if len(changed) <= LISTED:
         return [
@@ -125,16 +132,20 @@ def _few(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}..{ranks[-1]}" if run and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
-def topology(machine: Machine) -> Figure:
+def topology(machine: Machine | str | Path) -> Figure:
     """Draw a machine: ranks, links, switches, hosts, NICs and their capacities.
 
-    Raises:
-        ValueError: more ranks a node than can be drawn.
+    Args:
+        machine: a Machine, or a name or path as for `tasp_core.machine`.
 
-    >>> from tasp_core import machine
-    >>> topology(machine("h100x2")).title
+    Raises:
+        TopologyError: no machine of this name.
+        ValueError: more ranks per node than can be drawn.
+
+    >>> topology("h100x2").title
     'h100x2 has 16 ranks: 2 nodes of 8'
     """
+    machine = as_machine(machine)
     nodes = nodes_of(machine)
     few_enough(max(map(len, nodes)))
     shown, many, title = nodes[:MOST_NODES], len(nodes) > 1, _title(machine, nodes)
@@ -148,5 +159,5 @@ def topology(machine: Machine) -> Figure:
     wide = 0.56 * 14 * max(map(len, said))
     listed = Drawing(wide, top + 22 * len(lines), lines)
     whole = stack([graph, listed]) if many else beside([graph, listed], gap=40)
-    note = "A circle is a rank (one device). GB/s count one direction."
+    note = "A circle is a rank (one device). GB/s are per direction."
     return Figure(title, (note,), f"{title}. {'; '.join(said)}.", whole)

@@ -203,8 +203,8 @@ def arrow(
     tip: str,
 ) -> Mark:
     """An arrow between discs of radius `trim`, bent `bend` px to its right: opposite ones part."""
-    way = end - start
-    control = start + way / 2 + bend * 1j * unit(way)
+    shaft = end - start
+    control = start + shaft / 2 + bend * 1j * unit(shaft)
     a = start + trim * unit(control - start)
     point = end - trim * unit(end - control)
     return Mark("arrow", (a, control, point), stroke=stroke, width=width, name="arrow", tip=tip)

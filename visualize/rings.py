@@ -1,10 +1,10 @@
-"""Rings: ranks on a circle, arrows for hops; one panel a ring, or a step where there is no ring.
+"""Rings: ranks on a circle, arrows for hops; one panel per ring, or per step where there is no ring.
 
     rings(plan) -> Figure
 
-A ring schedule shows its rings: share i goes round ring i, whatever the step. Any other shows its
-steps; steps that use the same links alike share one panel. Opposite arrows keep to their right, so
-both are seen. Not shown: whose share a hop carries, see `hops(plan, step)`.
+A ring schedule shows its rings: share i of every rank's KV goes round ring i, in every step. Any other
+schedule shows its steps; steps with equal loads of equal links share one panel. Opposite arrows keep to
+their right, so both are seen. Not shown: whose share a hop carries, see `hops(plan, step)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GAP = 16  # px between panels
 
 
 class Panel(NamedTuple):
-    """One small multiple; arcs: int64 [arcs, 3] of (src, dst, shares); hue -1: the sender's."""
+    """One panel; arcs: int64 [arcs, 3] of (src, dst, shares); hue: a colour's number, -1: the sender's."""
 
     caption: str
     detail: str
@@ -37,12 +37,12 @@ class Panel(NamedTuple):
 
 
 def ring_panels(schedule: RingSchedule) -> list[Panel]:
-    """A panel a ring, in the ring's colour."""
+    """One panel per ring, in the ring's colour."""
     panels = []
     for i, cycle in enumerate(schedule.rings.array if schedule.ranks > 1 else []):
         arcs = np.stack([cycle, np.roll(cycle, -1), np.ones_like(cycle)], axis=1)
-        way = " > ".join(map(str, [*cycle, cycle[0]])) if len(cycle) <= 9 else ""
-        panels.append(Panel(f"ring {i} carries share {i}", way, arcs, i))
+        order = " > ".join(map(str, [*cycle, cycle[0]])) if len(cycle) <= 9 else ""
+        panels.append(Panel(f"ring {i} carries share {i}", order, arcs, i))
     return panels
 
 
@@ -52,7 +52,9 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
     low, high = int(arcs[:, 2].min()), int(arcs[:, 2].max())
     load = f"{low}" if low == high else f"{low} to {high}"
     each = (
-        f"each {load} of {num_shares} shares" if num_shares > 1 else "each one rank's whole share"
+        f"each carries {load} of {num_shares} shares"
+        if num_shares > 1
+        else "each carries one share"
     )
     return steps, f"{len(arcs)} arrows, {each}"
 
@@ -81,7 +83,7 @@ def _draw(panel: Panel, s: Stage, most: int) -> Drawing:
     marks = nodes(s)
     for src, dst, load in panel.arcs.tolist():
         stroke = colour(src if panel.hue < 0 else panel.hue)
-        tip = f"{src} to {dst}, {load} share{'s' * (load != 1)} a step"
+        tip = f"{src} to {dst}, {load} share{'s' * (load != 1)} per step"
         width = thin * (0.4 + 0.6 * load / most)
         marks.append(between(s, src, dst, stroke=stroke, width=width, tip=tip, opposed=opposed))
     marks += discs(s, coloured=panel.hue < 0)
@@ -100,16 +102,25 @@ def _notes(plan: Plan, by_ring: bool, shown: int, panels: int) -> tuple[str, ...
         return (first + "One rank has all keys and values (KV).",)
     what = "Each rank's keys and values (KV)"
     if (plan.hops().kind != KV).any():
-        what += ", or queries and what they found,"
-    first += f"{what} are cut into {shares} shares." if shares > 1 else f"{what} travel as 1 share."
+        what += ", or its queries and their partial outputs,"
+    cut = (
+        f"are cut into {shares} chunks, its shares."
+        if shares > 1
+        else "travel as one chunk, a share."
+    )
+    first += f"{what} {cut}"
     each = f"In each of {steps} steps" if steps > 1 else "In one step"
     if by_ring:
         along = " along every ring, all rings at once" if shares > 1 else ""
-        second = f"{each} every rank passes one share on{along}; then all have seen all shares."
+        second = (
+            f"{each} every rank passes one share on{along}; then all ranks have seen all shares."
+        )
     else:
         second = f"{steps} steps, one after the other; " if steps > 1 else "One step; "
         second += "in a step all arrows work at once. Arrows have their sender's colour"
-        second += "; steps that use the same links alike share a panel." if steps > panels else "."
+        second += (
+            "; steps with equal loads of equal links share a panel." if steps > panels else "."
+        )
     if plan.schedule.collective:
         second += " The library picks the real routes."
     if shown < panels:
@@ -126,7 +137,7 @@ def place(plan: Plan, label: str) -> str:
 
 
 def _title(plan: Plan, label: str, num_rings: int) -> str:
-    """The sentence the picture shows."""
+    """The title: how many rings, or steps, use how many links."""
     traffic, steps = Traffic.of(plan), plan.schedule.num_steps()
     where = place(plan, label)
     if plan.context_plan.ranks == 1:
@@ -139,7 +150,7 @@ def _title(plan: Plan, label: str, num_rings: int) -> str:
 
 
 def rings(plan: Plan, *, max_rings: int = 8, label: str = "") -> Figure:
-    """Draw the way keys and values travel.
+    """Draw the routes on which KV travels.
 
     Args:
         max_rings: panels at most.

@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
     @property
     def thin(self) -> float:
-        """The width of arrows that discs of this size bear."""
+        """The width of arrows that suits discs of this size."""
         return min(2.2, self.disc / 4)
 
 
@@ -46,7 +46,7 @@ def nodes_of(machine: Machine) -> tuple[range, ...]:
 
 
 def stage(nodes: tuple[range, ...], side: float) -> Stage:
-    """Ranks clockwise on a circle, from the top; a free place parts the nodes."""
+    """Ranks clockwise on a circle, from the top; an empty place separates nodes."""
     n, m, u = sum(map(len, nodes)), len(nodes[0]), len(nodes)
     gap = int(u > 1)
     margin = 34 if u == 1 else 60 if u in (2, 4) else 78 if u <= 16 else 40

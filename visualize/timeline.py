@@ -1,9 +1,10 @@
-"""Timeline: a Gantt chart of a pass, a row for each rank: when it computes, sends, and waits.
+"""Timeline: a Gantt chart of a pass with a row for each rank: when it computes, communicates and waits.
 
     timeline([("Ring", simulate(plan_a, ...)), ("TASP", simulate(plan_b, ...))]) -> Figure
 
-Times are modelled, not measured. In a row the upper bar is compute, in the rank's colour, the lower
-bar communication; where neither is, nothing works, and where only the lower one is, compute waits.
+Times are modelled, not measured. In each row the upper bar is compute, in the rank's colour, and the lower
+bar is communication. Where there is only the lower bar, compute waits for it; where there is none, the rank
+is idle.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _row(times: Timeline, rank: int, y: float, high: float, scale: float) -> Mar
 
 
 def idle(times: Timeline) -> np.ndarray:
-    """Part of the pass in which each rank does not compute, float [ranks]."""
+    """Fraction of the pass in which each rank does not compute, float [ranks]."""
     busy = (times.compute[..., 1] - times.compute[..., 0]).sum(axis=1)
     return np.asarray(1 - busy / times.total_s if times.total_s else np.zeros_like(busy))
 
@@ -103,7 +104,7 @@ def _panel(label: str, times: Timeline, last: float) -> Drawing:
     n, wide = len(times.compute), INNER - LEFT - RIGHT
     high = max(6.0, min(34.0, 420.0 / n))
     scale, foot, waits = wide / last, TOP + n * high, idle(times)
-    said = f"{seconds(times.total_s)}; ranks wait {_span(waits)} of it"
+    said = f"{seconds(times.total_s)}; ranks do not compute {_span(waits)} of it"
     marks = [text(8j, fit(label, 500, size=16, bold=True), size=16, anchor="start", bold=True)]
     marks.append(text(32j, said, anchor="start"))
     marks.append(small(complex(LEFT + wide + 12, TOP - 12), "not computing", "start"))
@@ -172,7 +173,7 @@ def timeline(timelines: Timelines) -> Figure:
         [legend([*keys, (WAIT, "not computing")]), *(_panel(*s, last) for s in some)], gap=16
     )
     notes = (
-        "A row is a rank, time goes right. Figures are modelled from the machine's capacities.",
+        "One row per rank; time runs to the right. Times are modelled from the machine's capacities.",
     )
-    facts = (f"{label or 'pass'}: ranks wait {_span(idle(t))}" for label, t in some)
+    facts = (f"{label or 'pass'}: ranks do not compute {_span(idle(t))} of it" for label, t in some)
     return Figure(title, notes, f"{title}. Bars of time per rank. {'; '.join(facts)}.", body)

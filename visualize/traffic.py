@@ -1,7 +1,7 @@
 """What a plan's forward hops put on the links: counts that several pictures show.
 
-Inside a node every ordered pair of ranks is a link; between nodes a rank sends over its one NIC,
-whatever the destination. Amounts are in KV: multiples of one rank's keys and values.
+Inside a node every ordered pair of ranks has a link; between nodes a rank sends over its one NIC,
+whatever the destination. Amounts are in KV: multiples of one rank's KV.
 
     >>> from tasp_core import plan
     >>> traffic = Traffic.of(plan([64], 8, schedule="ring"))
@@ -41,11 +41,11 @@ class Traffic(NamedTuple):
     Attributes:
         kv: KV a link carries in all, float [src, dst].
         crossing: whether src and dst are on different nodes, bool [src, dst].
-        used: links and NICs that carry something, and how many there are: ((used, all) of each).
-        busy: share of the links and NICs that carry something in a step, float [steps].
+        used: of links, then of NICs: (how many carry something, how many there are).
+        busy: fraction of the links and NICs that carry something in a step, float [steps].
         step_kv: most KV a link or NIC carries in one step.
         collective: the library call that moves everything, if one does.
-        queries: whether queries travel, too; one rank's queries, or answers, count as 1 KV.
+        queries: whether queries travel, too; one rank's queries, or partial outputs, count as 1 KV.
     """
 
     kv: np.ndarray
@@ -96,7 +96,7 @@ class Traffic(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The part of all links and NICs that is used."""
+        """The fraction of all links and NICs that is used."""
         used, total = np.sum(self.used, axis=0).tolist()
         return used / max(1, total)
 
