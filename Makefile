@@ -7,15 +7,17 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -q --progress-bar off --disable-pip-version-check
 OLD := sys.version_info < (3, 11)
 
-# Lines of environment.yml as pip requirements; the notebooks' come last, under their own heading.
+# Lines of environment.yml as pip requirements; the notebooks' and then the documentation's come last, each
+# under a heading of its own.
 PINS := sed -n -E -e 's/^ *- *([A-Za-z0-9._-]+==[^ ]+).*/\1/p' -e 's/^ *- *(--extra-index-url .*)/\1/p'
 NOTEBOOKS := ^ *\# notebooks
+DOCS := ^ *\# documentation
 # An older transformers with what it pins, laid over the environment for a second run of its tests.
 OLDER := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 \
     requests==2.34.2 urllib3==2.8.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3
 
 .PHONY: help demo test test-full test-browser test-slurm test-hf test-models test-slow test-course test-fabric fabric-bench lint \
-    notebooks course bench clean
+    notebooks course docs test-docs test-wheel bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -65,6 +67,16 @@ lint: $(VENV)/.ok ## ruff check, ruff format --check, mypy, import layers
 test-slurm: $(VENV)/.ok ## the jobs of slurm/ on a Slurm cluster on this machine (root, slurm-wlm, munge; minutes)
 	$(PY) -m pytest -m slurm tests/test_slurm.py
 
+docs: $(VENV)/.docs-ok ## the documentation as a static site in site/; a broken reference fails
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "open site/index.html; with search: $(PY) -m http.server --directory site"
+
+test-docs: docs ## the built site: every public name is on it, it loads nothing from the network
+	$(PY) -m pytest -m docs tests/test_docs.py
+
+test-wheel: $(VENV)/.ok ## the wheel: what is in it, and that it plans in a fresh environment without torch (downloads)
+	$(PY) -m pytest -m wheel tests/test_wheel.py
+
 notebooks: $(VENV)/.notebooks-ok ## the course, in Jupyter Lab; its options: LAB="--no-browser --allow-root"
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(LAB)
 
@@ -82,7 +94,7 @@ fabric-bench: $(VENV)/.ok ## schedules over emulated links, against bound and pr
 	    $(PY) -m tasp_core fabric bench --out results/fabric.json && $(PY) -m tasp_core results results; fi
 
 clean: ## remove caches, builds and the demo's files; .venv and other results stay
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo.json results/demo.svg
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis results/demo.json results/demo.svg
 	find tasp_core visualize tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ok: environment.yml pyproject.toml
@@ -112,7 +124,13 @@ $(VENV)/.hf-ok: $(VENV)/.ok Makefile
 	@touch $@
 
 $(VENV)/.notebooks-ok: $(VENV)/.ok
-	@sed -e '1,/$(NOTEBOOKS)/d' environment.yml | $(PINS) >$(VENV)/notebooks.txt
+	@sed -e '1,/$(NOTEBOOKS)/d' -e '/$(DOCS)/,$$d' environment.yml | $(PINS) >$(VENV)/notebooks.txt
 	@echo "-- installing for the notebooks: $$(tr '\n' ' ' <$(VENV)/notebooks.txt)"
 	@$(PIP) -c $(VENV)/pins.txt -r $(VENV)/notebooks.txt
+	@touch $@
+
+$(VENV)/.docs-ok: $(VENV)/.ok
+	@sed -e '1,/$(DOCS)/d' environment.yml | $(PINS) >$(VENV)/docs.txt
+	@echo "-- installing for the documentation: $$(tr '\n' ' ' <$(VENV)/docs.txt)"
+	@$(PIP) -c $(VENV)/pins.txt -r $(VENV)/docs.txt
 	@touch $@

@@ -26,24 +26,28 @@ def plan(
     intra: int = 1,
     schedule_options: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan the attention of a packed row on `ranks` ranks.
+    """Plan the attention of a packed sequence on `ranks` ranks.
 
     Args:
-        docs: the row's documents, or their lengths in tokens (then causal).
+        docs: the documents of the packed sequence, or their lengths in tokens (then causal).
         ranks: degree of sequence parallelism, >= 1.
-        schedule: a name of `schedules()`, or "auto": what `select` takes for typical tensors.
+        schedule: a name of `schedules()`, or "auto": what `select` takes for the tensors of an 8 B model.
         layout: a name of `layouts()`, or "auto".
         machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
-        intra: degree of Ulysses inside: groups of so many consecutive ranks of one node share
-            their tokens and divide the heads; `schedule` and `layout` work between the groups.
-            Default 1: heads stay together. It must divide the query heads and the ranks of a node.
-        schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave"
-            (default: from the machine), {"relay": 6} for "sap": over idle links of a node, in six
-            steps, {"exchange": "all_to_all"} for one collective a step (default "p2p": one message
-            a link, no packing).
+        intra: Ulysses degree. Groups of so many consecutive ranks of one node share their tokens
+            and divide the heads; `schedule` and `layout` work between the groups. Default 1: heads
+            are not divided. It must divide the query heads and the ranks of a node.
+        schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave",
+            {"relay": 6} for "sap". What is left out comes from the machine. All but "all_gather"
+            take {"exchange": "all_to_all"}, one collective per step (default "p2p": one message per
+            link, no packing).
 
     Raises:
         PlanError, LayoutError, TopologyError: what was asked, what was found, what to do.
+
+    >>> p = plan([600, 90, 334], ranks=5, schedule="ring")
+    >>> p.tokens(0)[:2].tolist(), p.num_tokens(0), p.schedule.num_shares
+    ([0, 1], 205, 1)
     """
     if "auto" not in (schedule, layout):
         return make_plan(
@@ -88,7 +92,7 @@ def supports(
 
     Args:
         mask: a kind of mask; "causal" and "full" are known.
-        heads, kv_heads: query heads and key/value heads.
+        heads, kv_heads: query heads and key/value heads (default: as many).
 
     >>> supports([8], 4, mask="prefix_lm").reason
     "mask 'prefix_lm' is not supported; causal and full are, in a window too (Documents.of)"

@@ -124,13 +124,12 @@ def test_n2_any_order_and_bracketing_gives_the_float64_result(partials, data):
 
 def without_first_document(program):
     """The program without what it computes for the first document's queries."""
-    (step,) = program.steps
-    (call,) = step.compute.calls
+    (attend,) = program.instructions
+    (call,) = attend.calls
     kept = type(call.sequences)(*(c[1:] for c in call.sequences))
     runs = (execute.Runs(*(np.array([x]) for x in (0, DOCS.lengths[0], DOCS.total - 37))),)
     call = call._replace(sequences=kept, q_runs=runs, k_runs=runs)
-    compute = step.compute._replace(calls=(call,))
-    return dataclasses.replace(program, steps=(step._replace(compute=compute),))
+    return dataclasses.replace(program, instructions=(dataclasses.replace(attend, calls=(call,)),))
 
 
 def test_n3_queries_that_see_no_key_give_zero_and_take_no_gradient(monkeypatch):

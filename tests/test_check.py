@@ -100,7 +100,7 @@ def test_holding_of_the_backward_pass(lost):
     made = ring4()
     words = words_of(made)
     other = tuple(swap(words, (lost, None)))
-    schedule = Forked(4, 4, words=tuple(words), claim=LOOSE, other=other)
+    schedule = Forked(4, 4, lines=tuple(words), claim=LOOSE, other=other)
     wrong = tasp.Plan(made.docs, made.layout, schedule, made.machine)
     refused(wrong, "the backward table moves kv or q by other hops")
 

@@ -140,14 +140,14 @@ def test_spans_fill_the_buffers_and_never_overlap(case, backward, window):
     p = make(*case, docs=Documents.of([700, 3, 80], window=window))
     for rank in range(p.ranks):
         program = lower(p, rank, backward=backward)
-        for _, spans, size in buffers(p, program, backward=backward):
+        for _, spans, size in buffers(p, program):
             used = np.zeros((size, len(program.steps) + 1), dtype=int)
             for s in spans:
                 used[s.low : s.low + s.count, s.first : s.last + 1] += 1
             assert used.max(initial=1) == 1
             assert used.any(axis=1).all()
         got = sum(m.count for step in program.steps for m in step.recvs if m.kind == KV)
-        assert sum(s.count for s in buffers(p, program, backward=backward)[0][1]) == got
+        assert sum(s.count for s in buffers(p, program)[0][1]) == got
 
 
 def test_timeline_bars_are_the_spans_on_one_scale():

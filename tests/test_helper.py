@@ -89,7 +89,7 @@ def test_wrong_tables_are_refused(word, other, reason):
     refused(p.with_hops([x for x in (other if w == word else w for w in words) if x]), reason)
 
 
-def test_too_many_guests_are_refused():
+def test_too_many_remote_queries_are_refused():
     p = tasp.plan([64], 5, schedule="token_ring", layout="contiguous")
     tight = p.schedule.limits._replace(remote_queries=2.0)
     refused(
@@ -99,7 +99,7 @@ def test_too_many_guests_are_refused():
 
 @dataclass(frozen=True)
 class Bent(Helper):
-    """A helper whose list of guests is wrong."""
+    """A helper whose list of offloaded pairs is wrong."""
 
     change: str = ""
 
@@ -124,7 +124,7 @@ class Bent(Helper):
         ("early", "does not hold both"),
     ],
 )
-def test_wrong_lists_of_guests_are_refused(change, reason):
+def test_wrong_lists_of_offloaded_pairs_are_refused(change, reason):
     p = tasp.plan([64], 5, schedule="helper", layout="contiguous")
     schedule = Bent(5, 5, layout=p.layout, change=change)
     refused(tasp.Plan(p.docs, p.layout, schedule, p.machine), reason)

@@ -189,8 +189,8 @@ BROKEN = {
     "working_order": lambda keys: np.arange(len(keys.doc)),  # keys as they come
     "alike": lambda q, k: [],  # guests are forgotten
 }
-MODULE = {"place": "lowering.lower", "alike": "lowering.lower", "tile": "lowering.kernel_calls"}
-MODULE["rounds"] = "lowering.kernel_calls"
+MODULE = {"place": "lowering.passes", "alike": "lowering.passes", "tile": "lowering.kernel_calls"}
+MODULE["rounds"] = "lowering.buffers"
 MODULE["working_order"] = "sequence.tiles"
 
 

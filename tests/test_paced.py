@@ -7,7 +7,7 @@ import pytest
 
 from tasp_core import Documents, PlanError, check, cut_bound, machine, plan, simulate
 from tasp_core.schedules import build
-from tasp_core.schedules.paced import best_pace, pace
+from tasp_core.schedules.paced import arc_steps, best_quotas
 
 OPTIONS = [
     None,
@@ -82,7 +82,7 @@ def test_within_5_percent_of_the_cut_bound(name, schedule, small, large):
     where = replace(machine(name), message_s=0.0, tflops=0.0)
     for kv_bytes, share in ((16e6, small), (256e6, large)):
         options = {"blocks": 1, "twins": 0} if schedule == "wave" else None
-        options = best_pace(where, kv_bytes) if schedule == "paced" else options
+        options = best_quotas(where, kv_bytes) if schedule == "paced" else options
         seconds, bound = comm(where, schedule, kv_bytes, options)
         assert share <= bound / seconds <= 1 + 1e-9
         assert share >= 0.95 or (where.num_nodes, kv_bytes) == (4, 16e6)
@@ -91,7 +91,7 @@ def test_within_5_percent_of_the_cut_bound(name, schedule, small, large):
 @pytest.mark.parametrize("name", ["mesh8x2", "mesh4x3"])
 def test_backward_is_as_near_its_bound(name):
     where = replace(machine(name), message_s=0.0, tflops=0.0)
-    seconds, bound = comm(where, "paced", 256e6, best_pace(where, 256e6), backward=True)
+    seconds, bound = comm(where, "paced", 256e6, best_quotas(where, 256e6), backward=True)
     assert 0.95 <= bound / seconds <= 1
 
 
@@ -106,7 +106,7 @@ def test_smaller_buffers_on_demand():
     where = machine("h100x2")
     held = []
     for most in (float("inf"), 6.0, 3.0, 0.1):
-        schedule = build("paced", where, best_pace(where, 64e6, most))
+        schedule = build("paced", where, best_quotas(where, 64e6, most))
         held.append(schedule.limits.buffer)
         assert held[-1] <= most or most == 0.1
     assert held == sorted(held, reverse=True)
@@ -124,8 +124,8 @@ def test_a_step_more_or_less_is_caught():
 
 
 def test_quotas_that_never_end():
-    assert pace(4, 2, 4, 0, 1, 100) is not None
-    assert pace(4, 16, 56, 0, 1, 1) is None
+    assert arc_steps(4, 2, 4, 0, 1, 100) is not None
+    assert arc_steps(4, 16, 56, 0, 1, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 
 import tasp_core as tasp
 from tasp_core import Documents, Plan, PlanError, check, lower, plan
-from tasp_core.lowering.program import Program
+from tasp_core.lowering.program import Program, Recv
 from tasp_core.runtime import packing as posting
 from tasp_core.schedules import DKV, KINDS, KV, Hops, Schedule, Table
 
@@ -74,10 +74,11 @@ def buffers(program: Program, backward: bool) -> dict[str, torch.Tensor]:
     return {
         "kv": rows(program.tokens + program.kv_buffer_rows, K, 2 * D),
         "q": rows(program.tokens + program.remote_query_rows, H, 3 * D + 2 if backward else D),
-        "grad": rows(program.tokens + program.remote_grad_rows, K, 2 * D, dtype=wide),
-        "landing": rows(program.grad_receive_rows, K, 2 * D),  # as grad_comm_dtype has it
-        "found": rows(program.remote_query_rows, H, answer, dtype=wide),
-        "answers": rows(program.received_partial_rows, H, answer, dtype=wide),
+        "dkv": rows(program.tokens + program.remote_grad_rows, K, 2 * D, dtype=wide),
+        "dkv_recv": rows(program.grad_receive_rows, K, 2 * D),  # as grad_comm_dtype has it
+        "partial_send": rows(program.remote_query_rows, H, answer, dtype=wide),
+        "dq": rows(program.tokens + program.remote_query_rows, H, D, dtype=wide),
+        "partial_recv": rows(program.received_partial_rows, H, answer, dtype=wide),
     }
 
 
@@ -134,7 +135,7 @@ def run(
     Small messages are gathered in some programs and divided in others.
     """
     # what is computed does not change what is sent, and takes most of the time of lowering
-    monkeypatch.setattr(sys.modules["tasp_core.lowering.lower"], "compute", lambda *_: None)
+    monkeypatch.setattr(sys.modules["tasp_core.lowering.passes"], "attend", lambda *_, **__: None)
     plans = hops = messages = 0
     for label, keywords in some:
         if not tasp.supports(**keywords):
@@ -323,7 +324,7 @@ def test_a_step_before_the_first():
 
     p = plan([64], 4, schedule="ring")
     with pytest.raises(PlanError, match=r"a step outside 0\.\.999999 at t-1 0>1 kv0.0"):
-        check(replace(p, schedule=Early(4, 4, words=tuple(p.hops(backward=True).lines()))))
+        check(replace(p, schedule=Early(4, 4, lines=tuple(p.hops(backward=True).lines()))))
 
 
 def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
@@ -338,7 +339,7 @@ def test_what_all_ranks_read_and_the_table_of_all_does_not_say():
             return Hops.parse(words)
 
     p = plan([64], 4, schedule="ring")
-    wrong = replace(p, schedule=Both(4, 4, words=tuple(p.hops(backward=True).lines())))
+    wrong = replace(p, schedule=Both(4, 4, lines=tuple(p.hops(backward=True).lines())))
     with pytest.raises(
         PlanError, match=r"step 1, .* sends nothing, the table of all ranks has kv3.0 \("
     ):
@@ -350,17 +351,13 @@ def test_a_program_that_posts_otherwise_is_seen():
     p = plan([64], 4, schedule="ring")
     programs = [lower(p, rank, backward=True) for rank in range(4)]
     assert mispaired(programs, backward=True)[1] == []
-    step = programs[1].steps[2]
-    assert [m.kind for m in step.recvs] == [KV, DKV]
-    for changed in (
-        step._replace(recvs=step.recvs[::-1]),
-        step._replace(recvs=step.recvs[:1]),
-        step._replace(recvs=(step.recvs[0], step.recvs[1]._replace(count=15))),
-    ):
-        steps = [*programs[1].steps]
-        steps[2] = changed
-        some = [programs[0], replace(programs[1], steps=tuple(steps)), *programs[2:]]
-        assert len(mispaired(some, backward=True)[1]) == 1
+    first, second = (i for i in programs[1].steps[2].instructions if isinstance(i, Recv))
+    assert [first.message.kind, second.message.kind] == [KV, DKV]
+    short = replace(second, message=second.message._replace(count=15))
+    for changed in ((second, first), (first,), (first, short)):
+        others = [i for i in programs[1].instructions if i not in (first, second)]
+        received = replace(programs[1], instructions=(*others, *changed))
+        assert len(mispaired([programs[0], received, *programs[2:]], backward=True)[1]) == 1
 
 
 def test_all_to_alls_that_end_before_the_last_hop():

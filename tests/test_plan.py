@@ -208,7 +208,7 @@ def test_json_of_plans_that_contradict_themselves(change):
         ({"mask": "prefix_lm"}, "mask 'prefix_lm' is not supported; causal and full are"),
         (
             {"machine": "mesh3x2", "schedule": "tasp_paths", "ranks": 6},
-            "even number of ranks a node, got 3",
+            "even number of ranks per node, got 3",
         ),
         ({"machine": "h100x2"}, "has 16 ranks (2 nodes of 8), the plan is for 4"),
         ({"machine": "nowhere"}, "no machine 'nowhere'"),

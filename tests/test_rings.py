@@ -211,7 +211,7 @@ def test_cached_rings_cannot_be_changed(rings):
 
 @pytest.mark.parametrize(
     ("m", "u", "advice"),
-    [(3, 2, "even number of ranks a node, got 3"), (0, 2, "got 0"), (1, 4, "got 1")],
+    [(3, 2, "even number of ranks per node, got 3"), (0, 2, "got 0"), (1, 4, "got 1")],
 )
 def test_paths_need_an_even_node(m, u, advice):
     with pytest.raises(TopologyError, match=advice):

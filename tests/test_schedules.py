@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasp_core import Machine, PlanError, check, decompose, machine, plan
-from tasp_core.schedules import SCHEDULES, Hops, best_twins, build
+from tasp_core.schedules import SCHEDULES, Hops, build
+from tasp_core.schedules.wave import best_twins
 
 SEEDED = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 NUMBER = st.integers(0, 2**40)
@@ -131,7 +132,7 @@ def test_wave_is_the_theory(m, u, g, b):
 
 @pytest.mark.parametrize(("m", "u", "g", "b"), WAVES)
 def test_wave_gradients_come_home_as_early_as_they_can(m, u, g, b):
-    """Where every peer is a twin (no fan past the own node), rails wait two steps more."""
+    """Where chunks reach every peer duplicated (no broadcast in other nodes), rails wait two steps more."""
     forward, backward = wave_rows(m, u, g, b)
     parts = max(b, 1)
 
@@ -183,7 +184,7 @@ def test_wave_steps_loads_messages_and_buffers(m, u, g, b):
 
 
 @pytest.mark.parametrize(("m", "u"), [(1, 4), (2, 2), (3, 2), (4, 1), (4, 2), (2, 5)])
-def test_wave_keeps_its_promise_of_memory(m, u):
+def test_wave_keeps_its_declared_buffer(m, u):
     for b in (0, 1, m - 1) if m > 1 and u > 1 else (0,):
         for g in (1, 2, m * u - 1):
             how = {"machine": f"mesh{m}x{u}", "schedule_options": {"blocks": g, "twins": b}}
@@ -255,7 +256,7 @@ def test_ring_gradients_ride_one_hop_behind_and_close_the_ring(n):
         ("wave", "mesh4x2", {"twins": -1}, "twins must be a whole number >= 0, got -1"),
         ("spiral", "mesh4", None, "no schedule 'spiral'; known are ring"),
         ("tasp_paths", "mesh4", None, "at least 2 nodes, got 1"),
-        ("tasp_rails", "mesh3x2", None, "even number of ranks a node, got 3"),
+        ("tasp_rails", "mesh3x2", None, "even number of ranks per node, got 3"),
     ],
 )
 def test_options_and_machines_that_do_not_fit(name, where, options, reason):

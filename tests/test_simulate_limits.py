@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tasp_core import Documents, PlanError, TopologyError, machine, plan, simulate
+from tasp_core import Documents, PlanError, TopologyError, machine, plan, select, simulate
 from tasp_core.cli.app import app
 
 
@@ -45,6 +45,26 @@ def test_groups_of_a_special_machine_ask_for_it():
     assert run(p, odd, heads=2).comm_s > run(p, machine("mesh4x2"), heads=2).comm_s
     with pytest.raises(TopologyError, match="no route"):
         odd.degraded({f"nic_in {r}": 0 for r in range(4)})
+
+
+def test_a_machine_may_be_given_by_name(tmp_path):
+    p = plan([4096], 8, machine="mesh4x2")
+    direct, named = (run(p, where) for where in (machine("h100"), "h100"))
+    assert named.total_s == direct.total_s != run(p).total_s
+    path = tmp_path / "m.json"
+    path.write_text(machine("h100").to_json())
+    assert run(p, path).total_s == direct.total_s
+    sizes = {"heads": 8, "head_dim": 128}
+    docs = Documents.of([4096])
+    assert (
+        select(docs, "mesh4", **sizes).as_dict()
+        == select(docs, machine("mesh4"), **sizes).as_dict()
+    )
+    for ask in (lambda: run(p, "h200"), lambda: select(docs, "h200", **sizes)):
+        with pytest.raises(TopologyError, match="no machine 'h200'"):
+            ask()
+    with pytest.raises(PlanError, match="machine 'mesh3' has 3 ranks, the plan 8"):
+        run(p, "mesh3")
 
 
 @pytest.mark.parametrize("schedule", ["tasp", "tasp_paths", "wave"])

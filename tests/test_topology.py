@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tasp_core import Machine, TopologyError, cut_bound, machine
-from tasp_core.schedules import best_twins, build
+from tasp_core.schedules import build
+from tasp_core.schedules.wave import best_twins
 
 MESH = {"name": "m", "node_size": 4, "link_gbps": 60.0}
 

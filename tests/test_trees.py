@@ -48,7 +48,7 @@ def share_of_bound(schedule, where, **options):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_proved_with_exact_promises(name):
+def test_proved_with_exact_limits(name):
     where = ODD[name]
     made = plan([where.ranks * 20 + 3], where.ranks, schedule="trees", machine=where)
     report = check(made)

@@ -96,7 +96,7 @@ def test_the_planner_s_error_is_shown_in_place_of_the_figure():
     with pytest.raises(tasp.PlanError) as error:
         tasp.plan([1024], 6, schedule="tasp_paths", machine="mesh3x2")
     assert explorer.error == str(error.value)
-    assert "need an even number of ranks" in explorer.area.value
+    assert "even number of ranks per node, got 3" in explorer.area.value
     assert explorer._repr_mimebundle_()["text/plain"] == explorer.error
     explorer.controls["ranks"].value = 4
     assert (

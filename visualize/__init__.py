@@ -23,6 +23,7 @@ from .compare import compare
 from .figure import Figure, together
 from .hops import hops
 from .links import links
+from .lowering import lowering
 from .machines import topology
 from .masks import mask
 from .memory import memory
@@ -37,6 +38,7 @@ __all__ = [
     "compare",
     "hops",
     "links",
+    "lowering",
     "mask",
     "memory",
     "results",

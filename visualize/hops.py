@@ -13,6 +13,7 @@ import numpy as np
 
 from tasp_core import Plan
 from tasp_core.schedules import KV, Hops, Q
+from tasp_core.schedules.counts import load_table
 
 from .colours import INK, PALE, SOFT, colour
 from .figure import Figure, few_enough
@@ -53,9 +54,9 @@ def _had(plan: Plan, kind: int) -> np.ndarray:
     """Part of each owner's KV (or queries) a rank has before step t, float [steps + 1, rank, owner]."""
     n, hops = plan.context_plan.ranks, plan.hops()
     hops = hops.where(hops.kind == kind)
-    had = np.zeros((plan.schedule.num_steps() + 1, n, n))
     moved = plan.tokens_moved(hops) / np.maximum(1, plan.layout.counts)[hops.owner]
-    np.add.at(had, (hops.step + 1, hops.dst, hops.owner), moved)
+    shape = (plan.schedule.num_steps() + 1, n, n)
+    had = load_table(shape, hops.step + 1, hops.dst, hops.owner, amount=moved)
     had[0, np.arange(n), np.arange(n)] = kind == KV
     return had.cumsum(axis=0)
 

@@ -9,13 +9,15 @@ step in which it arrives (paler) to the last in which it is computed on or sent 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tasp_core import Plan, Program, lower
-from tasp_core.schedules import DKV, DQ, KINDS, KV, OUT, Q
+from tasp_core.lowering.passes import buffer_rows
+from tasp_core.lowering.program import AllGather, Free, Recv, Send, Zero
+from tasp_core.schedules import DKV, KINDS, KV, Q
 
 from .colours import colour, ink, mix
 from .figure import Figure, few_enough
@@ -60,73 +62,56 @@ class Span(NamedTuple):
         return f"{KINDS[self.kind]}{self.owner}" + (f".{self.share}" if self.share >= 0 else "")
 
 
-def placed(
-    plan: Plan, program: Program, kind: int, *, sent: bool = False, backward: bool = False
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """(step, owner, share, row, count) of what a rank receives or sends; rows count from its own on.
+def received(program: Program, kind: int, counts: Sequence[int]) -> list[Span]:
+    """KV (kind KV) or queries (Q) of other ranks, from their arrival to the FREE of their rows.
 
-    A message lists rows; whose they are is said by the hops, in the order both ends agree on.
+    Args:
+        counts: every rank's tokens: where one collective moves all KV, rows after those are padding.
     """
-    table, rank = plan.hops(program.rank, backward=backward), program.rank
-    table = table.where((table.kind == kind) & ((table.src if sent else table.dst) == rank))
-    for t, step in enumerate(program.steps):
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        for m in step.sends if sent else step.recvs:
-            if m.kind == kind:
-                ranges.setdefault(m.peer, []).extend(m.ranges)
-        here = table.where(table.step == t)
-        peers = (here.dst if sent else here.src).tolist()
-        counts = [
-            plan.subchunks.count[plan.subchunk_of(here, p)].tolist()
-            for p in range(plan.subchunks.parts)
-        ]
-        owners = zip(peers, here.owner.tolist(), here.share.tolist(), *counts, strict=True)
-        for peer, owner, share, *parts in owners if ranges else ():
-            for count in filter(None, parts):
-                low, left = ranges[peer].pop(0)
-                if left > count:
-                    ranges[peer].insert(0, (low + count, left - count))
-                yield t, owner, share, low - program.tokens, count
+    own, buffer = program.tokens, "kv" if kind == KV else "q"
+    freed = np.full(buffer_rows(program)[buffer], program.num_steps - 1)  # when each row is, next
+    spans = []
+    for i in reversed(program.instructions):
+        parts: list[tuple[int, int, int, int]] = []
+        if isinstance(i, Free) and i.buffer == buffer:
+            for _, low, high in i.writes:
+                freed[low:high] = i.step
+        elif isinstance(i, Recv) and i.message.kind == kind:
+            parts = i.message.parts
+        elif isinstance(i, AllGather) and kind == KV:
+            others = (r for r in range(i.ranks) if r != program.rank)
+            parts = [(r, 0, own + r * i.rows, counts[r]) for r in others if counts[r]]
+        for owner, share, low, count in parts:
+            last = int(freed[low : low + count].max())
+            spans.append(Span(kind, owner, share, low - own, count, i.step, last))
+    return spans[::-1]
 
 
-def held(plan: Plan, program: Program, kind: int, *, backward: bool) -> list[Span]:
-    """Keys (kind KV) or queries (Q) of other ranks, from arrival to the last step that needs them."""
-    rank, meets = program.rank, plan.schedule.offloaded
-    if kind == KV and program.collective:  # everything arrives at once and stays
-        counts, last = plan.layout.counts.tolist(), len(program.steps) - 1
-        owners = (r for r in range(program.ranks) if r != rank)
-        return [Span(KV, r, 0, r * program.gathered_rows, counts[r], 0, last) for r in owners]
-    table, met = plan.hops(rank, backward=backward), meets.where(meets.rank == rank)
-    leaves = (KV,) if kind == KV else (Q, OUT, DQ)
-    sends = table.where((table.src == rank) & np.isin(table.kind, leaves))
-    keys = (met.owner, met.share) if kind == KV else (met.q_owner, met.q_share)
-    uses = ((sends.owner, sends.share, sends.step), (*keys, met.step))
-    last_use: dict[tuple[int, ...], int] = {}
-    for *key, t in np.concatenate([np.stack(use, axis=1) for use in uses]).tolist():
-        last_use[tuple(key)] = max(t, last_use.get(tuple(key), 0))
-    return [
-        Span(kind, owner, share, low, count, t, max(t + 1, last_use.get((owner, share), 0)))
-        for t, owner, share, low, count in placed(plan, program, kind, backward=backward)
-    ]
+def accumulated(program: Program) -> list[Span]:
+    """Gradients of other ranks' KV, from the ZERO of their rows to their SEND."""
+    own, spans = program.tokens, []
+    zeroed = np.zeros(buffer_rows(program)["dkv"], dtype=np.int64)
+    for i in program.instructions:
+        if isinstance(i, Zero) and i.buffer == "dkv":
+            for _, low, high in i.writes:
+                zeroed[low:high] = i.step
+        elif isinstance(i, Send) and i.message.kind == DKV:
+            for owner, share, low, count in i.message.parts:
+                if owner != program.rank:
+                    first = int(zeroed[low])
+                    spans.append(Span(DKV, owner, share, low - own, count, first, i.step))
+    return spans
 
 
-def buffers(plan: Plan, program: Program, *, backward: bool) -> list[tuple[str, list[Span], int]]:
+def buffers(plan: Plan, program: Program) -> list[tuple[str, list[Span], int]]:
     """(name, what lies in it, rows) of each buffer for what is not the rank's own."""
-    names = tuple(SHORT)
-    arena = held(plan, program, KV, backward=backward)
-    found = [(names[0], arena, program.kv_buffer_rows)]
+    names, counts = tuple(SHORT), plan.layout.counts.tolist()
+    result = [(names[0], received(program, KV, counts), program.kv_buffer_rows)]
     if program.remote_query_rows:
-        remote = held(plan, program, Q, backward=backward)
-        found.append((names[1], remote, program.remote_query_rows))
-    if backward:  # a share's gradient: from the step that computes on it to its sending
-        begins = {(s.owner, s.share): s.first + 1 for s in arena}
-        grads = [
-            Span(DKV, owner, share, low, count, begins[owner, share], t)
-            for t, owner, share, low, count in placed(plan, program, DKV, sent=True, backward=True)
-            if owner != program.rank
-        ]
-        found.append((names[2], grads, program.remote_grad_rows))
-    return found
+        result.append((names[1], received(program, Q, counts), program.remote_query_rows))
+    if program.backward:
+        result.append((names[2], accumulated(program), program.remote_grad_rows))
+    return result
 
 
 def joined(spans: list[Span]) -> list[Span]:
@@ -213,7 +198,7 @@ def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = ""
     few_enough(plan.ranks)
     program = lower(plan, rank, backward=backward)
     tokens, steps = program.tokens, len(program.steps)
-    rows = buffers(plan.context_plan, program, backward=backward)
+    rows = buffers(plan.context_plan, program)
     needs = ", ".join(f"{number(n / max(1, tokens))} {SHORT[what]}" for what, _, n in rows)
     title = f"{place(plan, label)}: rank {rank} needs room for {needs} of other ranks"
     note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Plan
-from tasp_core.schedules import KV, RingSchedule
+from tasp_core.schedules import KV
+from tasp_core.schedules.counts import load_rows
+from tasp_core.schedules.ring import RingSchedule
 
 from .colours import INK, colour, mix
 from .figure import Figure
@@ -57,12 +59,12 @@ def _step_words(first: int, last: int, arcs: np.ndarray, num_shares: int) -> tup
 
 def step_panels(plan: Plan) -> list[Panel]:
     """A panel for each run of steps with the same arcs, arrows in the colour of their sender."""
-    n, hops = plan.context_plan.ranks, plan.hops()
-    runs: list[tuple[int, int, np.ndarray]] = []
-    for step in np.unique(hops.step).tolist():
-        here = hops.step == step
-        pair, count = np.unique(hops.src[here] * n + hops.dst[here], return_counts=True)
-        arcs = np.stack([pair // n, pair % n, count], axis=1)
+    hops, runs = plan.hops(), list[tuple[int, int, np.ndarray]]()
+    one_each = np.ones(len(hops.step), dtype=np.int64)
+    (steps, *ends), [count] = load_rows((hops.step, hops.src, hops.dst), one_each)
+    every_arc = np.stack([*ends, count], axis=1)
+    for step in np.unique(steps).tolist():
+        arcs = every_arc[steps == step]
         if runs and runs[-1][1] == step - 1 and np.array_equal(runs[-1][2], arcs):
             runs[-1] = (runs[-1][0], step, arcs)
         else:

@@ -19,6 +19,7 @@ import numpy as np
 from tasp_core import Plan, check
 from tasp_core.planning.work import NEVER, count_pairs
 from tasp_core.schedules import KV
+from tasp_core.schedules.counts import load_table
 
 from .figure import few_enough
 from .marks import span
@@ -74,13 +75,12 @@ class Traffic(NamedTuple):
         queries = bool((hops.kind != KV).any())
         node = np.array([plan.machine.node(rank) for rank in range(n)])
         crossing = node[:, None] != node[None, :]
-        kv = np.bincount(hops.src * n + hops.dst, moved, minlength=n * n).reshape(n, n) / whole
+        kv = load_table((n, n), hops.src, hops.dst, amount=moved) / whole
         nic = crossing[hops.src, hops.dst]
         channel = np.where(nic, n * n + hops.src, hops.src * n + hops.dst)
         steps = int(hops.step.max()) + 1 if hops.step.size else 0
         size = n * n + n
-        load = np.bincount(hops.step * size + channel, moved, minlength=steps * size)
-        load = load.reshape(steps, size)
+        load = load_table((steps, size), hops.step, channel, amount=moved)
         working = np.asarray(load.any(axis=0))
         num_links = int(np.count_nonzero(~crossing)) - n
         num_nics = n if crossing.any() else 0

@@ -1,8 +1,9 @@
-"""What a plan costs each rank, read off its lowered programs: tokens, work, bytes, steps, calls, buffers.
+"""What a plan costs each rank, counted from the instructions of its programs.
 
     print(tasp.explain(plan, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16"))
 
-Every figure is counted from what will run, none is modelled; seconds are `simulate`'s business.
+It counts tokens, work, bytes, steps, kernel calls and buffers of what will run. Nothing is modelled: for
+seconds see `simulate`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..lowering.lower import lower
-from ..lowering.program import Program
+from ..lowering.program import Attend, Program
 from ..planning.check import check
 from ..planning.heads import split_heads
 from ..planning.plan import Plan
@@ -27,14 +28,14 @@ class RankCost:
 
     rank: int
     tokens: int
-    work: int  # visible pairs it computes, of all its heads' one head
+    work: int  # visible (query, key) pairs that it computes, of one head
     bytes_in: tuple[int, int]
     bytes_out: tuple[int, int]
-    bytes_heads: tuple[int, int]  # sent by the all-to-alls inside its group (intra > 1)
+    bytes_heads: tuple[int, int]  # sent by the all-to-alls inside its Ulysses group
     steps: tuple[int, int]
     calls: tuple[int, int]  # kernel calls
-    gathered: int  # key rows copied because they do not lie in document order, forward
-    buffer_bytes: tuple[int, int]  # travelling keys, values and gradients, remote queries
+    gathered: int  # KV rows copied because they do not lie in document order, forward
+    buffer_bytes: tuple[int, int]  # for received KV, remote queries and their results, gradients
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class Explanation:
         )
         rows: list[tuple[str, ...]] = [heads]
         for r in self.ranks:
-            into, out, held = (
+            into, out, buffers = (
                 "/".join(f"{x / 1e6:.2f}" for x in pair)
                 for pair in (r.bytes_in, _plus(r.bytes_out, r.bytes_heads), r.buffer_bytes)
             )
             steps, calls = ("/".join(map(str, pair)) for pair in (r.steps, r.calls))
-            row = (r.rank, r.tokens, r.work, into, out, steps, calls, r.gathered, held)
+            row = (r.rank, r.tokens, r.work, into, out, steps, calls, r.gathered, buffers)
             rows.append(tuple(map(str, row)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows)
@@ -113,9 +114,9 @@ def explain(
         for member, (tokens, own) in enumerate(zip(members, parts, strict=True)):
             row = RowBytes.of(heads // plan.intra, own.kv_high - own.kv_low, head_dim, BYTES[name])
             inside = ulysses_bytes(tokens, sum(members) - tokens, own, parts, head_dim, BYTES[name])
-            held = [row.buffers(p, bool(b)) for b, p in enumerate(passes)]
-            forward = passes[0]
-            copies = (s.compute.gather for s in forward.steps if s.compute)
+            buffers = [row.buffers(p, p.backward) for p in passes]
+            attends = (i for i in passes[0].instructions if isinstance(i, Attend))
+            gathered = sum(len(i.gather) for i in attends if i.gather is not None)
             costs.append(
                 RankCost(
                     group * plan.intra + member,
@@ -124,17 +125,17 @@ def explain(
                     _wire(passes, row, False),
                     _wire(passes, row, True),
                     inside,
-                    _pair(len(p.steps) for p in passes),
+                    _pair(p.num_steps for p in passes),
                     _pair(p.num_calls for p in passes),
-                    sum(len(g) for g in copies if g is not None),
-                    _pair(held),
+                    gathered,
+                    _pair(buffers),
                 )
             )
     return Explanation(plan.summary(), tuple(costs))
 
 
 def _wire(passes: list[Program], row: RowBytes, sent: bool) -> tuple[int, int]:
-    return _pair(wire_bytes(p, row, sent=sent, backward=bool(b)) for b, p in enumerate(passes))
+    return _pair(wire_bytes(p, row, sent=sent, backward=p.backward) for p in passes)
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -1,36 +1,39 @@
-"""select: simulate the plans a row and a machine allow, take the best, and say why.
+"""select: simulate the plans that suit a packed sequence and a machine, take the best, and say why.
 
     choice = tasp.select(docs, tasp.machine("h100x2"), heads=32, kv_heads=8, head_dim=128)
     choice.plan, choice.reason, print(choice)
 
-Of plans within CLOSE of the quickest the one with the smallest buffers is taken, then the one that
-communicates least. So that the choice does not change to and fro as rows grow, a plan must also be
-within KEEP at 2 and 4 times the length; one that was close at half the length may be KEEP behind.
-What is FAR behind at the row's own length is not simulated at the others.
-Not tried: layouts that cannot win (striped; contiguous for one document), the exchange "all_to_all",
-and, over heads alone, more than one schedule.
+Every schedule says itself which options are worth trying on a machine (`Schedule.candidates`), and on
+which machines it is not worth trying (`Schedule.unsuited`).
+
+Of the plans within CLOSE of the quickest, the one with the smallest buffers is taken; of equal ones, the
+one that communicates least. As sequences grow, the choice must not switch back and forth. So a plan must
+also be within KEEP of the quickest at 2 and 4 times the length, and one that was within CLOSE at half the
+length may be KEEP behind. Plans that are FAR behind at the sequence's own length are not simulated at the
+others. Not tried: layouts that cannot win (striped; contiguous for one document), the exchange
+"all_to_all", and more than one schedule where Ulysses divides all ranks' heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..machines.machine import Machine
+from ..machines.presets import as_machine
 from ..planning.plan import Plan, between_groups, make_plan
-from ..schedules import schedules
-from ..schedules.paced import MOST_NODES, best_pace
-from ..schedules.sap.sap import MOST_RELAYING
+from ..schedules import SCHEDULES
 from ..sequence.documents import Documents
 from .simulate import simulate
 from .traffic import Sizes
 
 CLOSE, KEEP, FAR = 0.025, 0.049, 0.5
-AUTO, RELAY = "auto", 6
+AUTO = "auto"
 # what plan(..., schedule="auto") assumes, which knows no tensors: heads and dims of an 8 B model
 TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -38,7 +41,8 @@ TYPICAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype":
 class Row(NamedTuple):
     """One candidate; seconds are 0 where it is excluded, `excluded` then says why.
 
-    `buffer_bytes` is what a rank holds besides its own tensors: travelling KV, and what Ulysses gathers.
+    `buffer_bytes` is what a rank holds besides its own tensors: KV and queries of other ranks, and what
+    Ulysses gathers.
     """
 
     schedule: str
@@ -54,16 +58,16 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The candidate in words."""
+        """The candidate as text."""
         options = ",".join(f"{k}={v}" for k, v in self.options.items())
         ulysses = f"ulysses {self.intra}" if self.intra > 1 else ""
-        inner = () if self.heads_alone else (self.schedule, options, "x", self.layout)
-        return " ".join(x for x in (*inner, ulysses) if x)
+        context = () if self.heads_alone else (self.schedule, options, "x", self.layout)
+        return " ".join(x for x in (*context, ulysses) if x)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan taken, one line why, and all candidates, the quickest first."""
+    """The plan taken, one line why, and all candidates: the quickest first, excluded ones last."""
 
     plan: Plan
     reason: str
@@ -95,7 +99,7 @@ class Choice:
 
 def select(
     docs: Documents,
-    machine: Machine,
+    machine: Machine | str | Path,
     *,
     heads: int,
     kv_heads: int | None = None,
@@ -111,30 +115,34 @@ def select(
     """The plan with the least simulated time, forward or, with `backward`, of both passes.
 
     Args:
+        machine: a Machine, or a name or path as for `tasp_core.machine`.
         heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
-        schedule, layout, intra: fixed ones; default: all that may win.
-        buffer_bytes: the most a rank may hold besides its own tensors.
+        dtype: of the tensors: float16, bfloat16, float32 or float64. batch: packed sequences.
+        backward: add the time of the backward pass.
+        schedule, layout, intra: a fixed one; default: all that may win.
+        buffer_bytes: the most bytes that a rank may hold besides its own tensors.
 
     Raises:
-        PlanError: nothing works; each candidate's reason is told.
+        PlanError: no candidate works; the message has each one's reason.
+        TopologyError: no machine has this name.
 
-    >>> from tasp_core import machine
-    >>> chosen = select(Documents.of([65536]), machine("mesh8"), heads=32, kv_heads=8, head_dim=128)
+    >>> chosen = select(Documents.of([65536]), "mesh8", heads=32, kv_heads=8, head_dim=128)
     >>> chosen.plan.schedule.name, chosen.plan.ranks
     ('wave', 8)
     """
+    machine = as_machine(machine)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
     asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
-    found = _judged(docs, *asked)
-    table = tuple(row for row, _ in found)
-    works = [(row, made) for row, made in found if not row.excluded]
+    candidates = _compared(docs, *asked)
+    table = tuple(row for row, _ in candidates)
+    works = [(row, made) for row, made in candidates if not row.excluded]
     if not works:
         reasons = "; ".join(sorted({f"{row.name}: {row.excluded}" for row in table}))
         raise PlanError(f"no plan for {machine.ranks} ranks of {machine.name!r} works: {reasons}")
-    now = _behind(found)
+    now = _behind(candidates)
     near = frozenset((r.schedule, r.layout, r.intra) for r, _ in works if now[r.name] <= FAR)
-    others = (_judged(_resized(docs, x), *asked, near) for x in (0.5, 2, 4))
+    others = (_compared(_resized(docs, x), *asked, near) for x in (0.5, 2, 4))
     before, *after = map(_behind, others)
     steady = [
         item
@@ -152,17 +160,17 @@ def _resized(docs: Documents, factor: float) -> Documents:
     return Documents.of(lengths, causal=docs.causal, window=docs.window)
 
 
-def _behind(found: list[tuple[Row, Any]]) -> dict[str, float]:
-    """How far each candidate that works is behind the quickest, as a share of its time."""
-    good = [row for row, _ in found if not row.excluded]
+def _behind(candidates: list[tuple[Row, Any]]) -> dict[str, float]:
+    """How far each candidate that works is behind the quickest, as a part of the latter's time."""
+    good = [row for row, _ in candidates if not row.excluded]
     return {row.name: row.total_s / good[0].total_s - 1 for row in good}
 
 
-@lru_cache(maxsize=128)  # of a row, and of it as half, double and four times as long
-def _judged(
+@lru_cache(maxsize=128)  # a sequence, and it at half, double and four times its length
+def _compared(
     docs: Documents,
     machine: Machine,
-    given: tuple[tuple[str, Any], ...],
+    tensors: tuple[tuple[str, Any], ...],
     schedule: str,
     layout: str,
     intra: int | None,
@@ -171,20 +179,20 @@ def _judged(
     only: frozenset[tuple[str, str, int]] | None = None,
 ) -> list[tuple[Row, Any]]:
     """Candidates with their figures and plans, the quickest first, then the excluded ones."""
-    sizes = dict(given)
+    sizes = dict(tensors)
     width = 4 * (sizes["kv_heads"] or sizes["heads"]) * sizes["head_dim"] * sizes["batch"]
     kv_bytes = docs.total / machine.ranks * width  # of 16-bit keys and values
-    found: list[tuple[Row, Any]] = []
+    compared: list[tuple[Row, Any]] = []
     said: set[tuple[str, int, str]] = set()
     for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
         if only is not None and candidate[:3] not in only:
             continue
-        row, made = _judge(candidate, docs, machine, sizes, backward, most)
+        row, made = _measured(candidate, docs, machine, sizes, backward, most)
         why = (row.schedule, row.intra, row.excluded)
-        if not row.excluded or why not in said:  # one row for what no layout can change
-            found.append((row, made))
+        if not row.excluded or why not in said:  # one row for a reason that no layout changes
+            compared.append((row, made))
         said.add(why)
-    return sorted(found, key=lambda x: (x[0].excluded != "", x[0].total_s, x[0].comm_s))
+    return sorted(compared, key=lambda x: (x[0].excluded != "", x[0].total_s, x[0].comm_s))
 
 
 def _candidates(
@@ -195,46 +203,32 @@ def _candidates(
     layout: str,
     intra: int | None,
 ) -> Iterator[Row]:
-    """Rows still to be judged."""
+    """Candidates, without their figures."""
     m, n = machine.node_size, machine.ranks
     degrees = [intra] if intra else [a for a in range(1, m + 1) if m % a == 0]
-    names = list(schedules()) if schedule == AUTO else [schedule]
+    names = list(SCHEDULES) if schedule == AUTO else [schedule]
     packed = int((docs.lengths > 0).sum() > 1)
     spread = ["contiguous"] * (packed or not docs.causal) + ["zigzag"] * docs.causal
     layouts = (
         spread + (["per_document", "balanced"] if packed else []) if layout == AUTO else [layout]
     )
     for a, name, place in product(degrees, names, layouts):
-        alone = a == n  # over heads alone all schedules and layouts are the same
+        alone = a == n  # Ulysses over all ranks: all schedules and layouts are the same
         if alone and (name, place) != (names[0], layouts[0]):
             continue
-        if name == "trees" and machine.homogeneous and schedule == AUTO:
-            yield Row(
-                name, place, a, {}, excluded="made for machines whose ranks are not all alike"
-            )
+        known = SCHEDULES.get(name)  # of an unknown name, planning raises
+        unsuited = known.unsuited(machine) if known and schedule == AUTO else ""
+        if unsuited:
+            yield Row(name, place, a, {}, excluded=unsuited)
             continue
-        for options in _options(name, machine, a, kv_bytes) if not alone else ({},):
-            yield Row(name, place, a, options, heads_alone=alone and a > 1)
+        options: Iterable[dict[str, Any]] = ({},)
+        if known and not alone and m % a == 0:
+            options = known.candidates(between_groups(machine, a), kv_bytes)
+        for tried in options:
+            yield Row(name, place, a, tried, heads_alone=alone and a > 1)
 
 
-def _options(name: str, machine: Machine, intra: int, kv_bytes: float) -> Iterator[dict[str, Any]]:
-    """Options worth trying: KV cut more coarsely where steps and messages cost more than bytes."""
-    groups = machine.ranks // intra
-    if name == "paced" and 1 < machine.num_nodes <= MOST_NODES and not machine.node_size % intra:
-        where = between_groups(machine, intra)
-        quick, small = (best_pace(where, kv_bytes, most) for most in (float("inf"), 4.0))
-        yield from (quick, small) if small != quick else (quick,)
-        return
-    yield {}
-    mesh = machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps
-    if name == "sap" and mesh and groups <= MOST_RELAYING:
-        yield {"relay": RELAY}
-    if name == "wave":
-        for blocks in sorted({1, round((groups - 1) ** 0.5)} - {groups - 1, 0}):
-            yield {"blocks": blocks, "twins": 0}
-
-
-def _judge(
+def _measured(
     row: Row, docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool, most: float
 ) -> tuple[Row, Plan | None]:
     """The row with its figures and its plan, or with the reason why it is excluded."""
@@ -258,9 +252,8 @@ def _judge(
     width, part = Sizes.of(made, **sizes), made.context_plan.layout.counts.max()
     limits = made.schedule.limits
     kv = max(map(width.kv, width.parts)) * limits.buffer * (made.context_plan.ranks > 1)
-    kv += (
-        max(map(width.q, width.parts)) * limits.remote_queries * (1 + width.wide / width.item)
-    )  # and answers
+    partial = width.accumulator_bytes / width.item  # of remote queries, beside the queries
+    kv += max(map(width.q, width.parts)) * limits.remote_queries * (1 + partial)
     gathered = max(2 * width.q(p) + width.kv(p) for p in width.parts) * (made.intra > 1)
     row = row._replace(
         total_s=sum(x.total_s for x in passes),
@@ -276,10 +269,10 @@ def _judge(
 
 def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool) -> float:
     """Seconds of plain attention, all of it on one rank."""
-    plain = make_plan(docs, 1, schedule="ring", layout="contiguous")
+    single = make_plan(docs, 1, schedule=_baseline(), layout="contiguous")
     one = Machine("one", 1, **{k: getattr(machine, k) for k in KERNEL})
     seconds = (
-        simulate(plain, one, **sizes, backward=b).total_s for b in (False, True)[: 1 + backward]
+        simulate(single, one, **sizes, backward=b).total_s for b in (False, True)[: 1 + backward]
     )
     return sum(seconds) / max(1.0, machine.ranks_a_core)
 
@@ -287,13 +280,18 @@ def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: b
 KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps")
 
 
+def _baseline() -> str:
+    """The schedule that others are compared with: the first one, Ring Attention."""
+    return next(iter(SCHEDULES))
+
+
 def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
     """One line: what was taken, against what."""
     others = [
         x for x in table if not x.excluded and (x.schedule, x.intra) != (row.schedule, row.intra)
     ]
-    ring = next((x for x in others if (x.schedule, x.intra) == ("ring", 1)), None)
-    rival = ring or next(iter(others), None)
+    baseline = next((x for x in others if (x.schedule, x.intra) == (_baseline(), 1)), None)
+    rival = baseline or next(iter(others), None)
     text = f"{row.name}: {row.total_s * 1e3:.3f} ms"
     text += (
         ", communication hidden"

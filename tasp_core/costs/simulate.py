@@ -1,19 +1,19 @@
-"""Simulate: a plan on a machine -> a Timeline: seconds, bytes of every resource, each rank's steps.
+"""simulate(plan, machine) -> Timeline: predicted seconds, bytes of every resource, each rank's steps.
 
-The model is what execute.py does. At each step a rank posts its messages, computes on what arrived
-in the step before, and goes on when both are done; nothing else makes ranks wait for each other.
+The model is what runtime/execute.py does. In each step every rank posts its messages and computes on
+what arrived in the step before. It begins the next step when both are done, and waits for nothing else.
 
-    a message     starts when both its ranks have reached the step, takes latency_s + message_s for
-                  each message its busier end posts + the time of its busiest resource, on which
-                  all bytes of the step share alike, less what its token bucket has saved up;
-                  it also takes message_cpu_s + bytes / copy_gbps of the processor at both ends
-    a computation 4 (backward 10) x pairs x head dim x heads / kernel rate + kernel_s a call
-                  + rows read, merged and written / memory_gbps, beside the step's messages' processor
-                  time; where ranks share cores, those with more to do get what the others leave
-    Ulysses       all-to-alls in the groups before and after, not overlapped
-    all_gather    one ring in rank order, or directly over all links, as the machine says
+    message      begins when both its ranks have reached the step. It takes latency_s, plus message_s per
+                 message that its busier end posts, plus the time of its busiest resource for all bytes of
+                 the step, less what a token bucket has saved up. At both ends it also takes message_cpu_s
+                 + bytes / copy_gbps of the processor.
+    computation  4 (backward 10) x visible pairs x head dim x heads / kernel rate, plus kernel_s per kernel
+                 call, plus rows read, merged and written / memory_gbps, plus the processor time of the
+                 step's messages. Where ranks share cores, a rank gets what ranks with less work leave.
+    Ulysses      all-to-alls in the groups before and after the context-parallel plan, not overlapped.
+    all_gather   one ring in rank order, or direct messages over all links, as the machine says.
 
-Where all ranks are alike and there are very many hops, rank 0 stands for all.
+Where all ranks are equal and there are very many hops, only rank 0 is simulated.
 Not covered: copies into and out of buffers, packing of all-to-alls, processor time of collectives.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from ..errors import PlanError
 from ..lowering.program import SMALL_BYTES
 from ..machines.bounds import cut_bound, needed_bound
 from ..machines.machine import Machine
+from ..machines.presets import as_machine
 from ..planning.plan import Plan
 from ..planning.work import Work, work_of
 from ..schedules import DKV
+from ..schedules.counts import load_rows, load_table
 from .bytes import BACKWARD, FORWARD
 from .traffic import Sizes, Traffic, charge, gathered, sum_bytes, traffic_of, ulysses
 
@@ -43,11 +46,12 @@ class Timeline:
     Attributes:
         title: the plan and the machine in words.
         compute, comm: (begin, end) by rank and step, float64 [ranks, steps, 2].
-        total_s: from the first rank's begin to the last rank's end.
-        comm_s: the same if computing took no time. compute_s: the busiest rank's computing alone.
-        link_bytes: bytes of each resource that carries any.
-        bound_s: the cut bound of the bytes ranks need (backward: with as many gradients back);
-            None with intra > 1.
+        total_s: from the begin of the first rank to the end of the last one.
+        comm_s: total_s if computing took no time.
+        compute_s: the time in which the busiest rank computes.
+        link_bytes: bytes that each resource carries, by its name; resources that carry none are left out.
+        bound_s: the cut bound of the KV that ranks need, in the backward pass also of its gradients; None
+            where Ulysses (intra > 1) or remote queries could move other bytes instead.
     """
 
     title: str
@@ -61,17 +65,17 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        """Steps of a rank."""
+        """Steps per rank."""
         return self.compute.shape[1]
 
     @cached_property
     def idle(self) -> float:
-        """Share of the time in which ranks, on average, do not compute."""
+        """Fraction of total_s in which a rank, on average, does not compute."""
         busy = float(np.diff(self.compute, axis=2).sum(axis=1).mean())
         return 1 - busy / self.total_s if self.total_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The attributes as plain numbers, lists and dicts."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**data, "compute": self.compute.tolist(), "comm": self.comm.tolist()}
 
@@ -81,7 +85,7 @@ class Timeline:
             self.title,
             f"total {_ms(self.total_s)}: communication alone {_ms(self.comm_s)}{bound}, "
             f"computing alone {_ms(self.compute_s)}",
-            f"{self.steps} steps; ranks compute nothing {self.idle:.1%} of the time",
+            f"{self.steps} steps; ranks do not compute {self.idle:.1%} of the time",
         ]
         if self.link_bytes:
             name, most = max(self.link_bytes.items(), key=lambda item: item[1])
@@ -99,7 +103,7 @@ MOST_HOPS = 1 << 25
 
 def simulate(
     plan: Plan,
-    machine: Machine | None = None,
+    machine: Machine | str | Path | None = None,
     *,
     heads: int,
     kv_heads: int | None = None,
@@ -112,13 +116,17 @@ def simulate(
     """Predict one pass of a plan.
 
     Args:
-        machine: where it runs; default: the machine it was planned for.
+        machine: where it runs, a Machine, or a name or path as for `tasp_core.machine`; default: the
+            machine it was planned for.
         heads, kv_heads: query and key/value heads (default: as many). head_dim: of q, k and v.
-        batch: rows that follow the same plan. overlap: whether a step computes while it communicates.
+        dtype: of the tensors: float16, bfloat16, float32 or float64.
+        backward: whether the pass is the backward pass.
+        batch: packed sequences of equal documents, which all follow the plan.
+        overlap: whether a step computes while it communicates.
 
     Raises:
         PlanError: sizes that make no sense, a machine of another size, a plan too large.
-        TopologyError: a message between ranks without a route.
+        TopologyError: no machine of this name, or a message between ranks without a route.
 
     >>> from tasp_core import plan
     >>> p = plan([8000], ranks=8, schedule="ring", layout="contiguous")
@@ -128,17 +136,18 @@ def simulate(
     """
     machine = _machine(plan, machine)
     sizes = Sizes.of(plan, heads, kv_heads, head_dim, dtype, batch)
-    alike = _rank_symmetric(plan, machine)
-    hops = plan.hops(0 if alike else None, backward=backward)
+    only_first = _only_first_rank(plan, machine)
+    hops = plan.hops(0 if only_first else None, backward=backward)
     steps = plan.schedule.num_steps(backward=backward) + 1
     collective, turns_s = gathered(plan, machine, sizes)
     sent = hops.where(hops.kind == DKV) if plan.schedule.collective else hops
     traffic = traffic_of(plan, sent, sizes, backward)
     packed = plan.schedule.exchange == "all_to_all"
-    one = packed | (traffic.nbytes <= traffic.messages * SMALL_BYTES)  # one message a peer and step
-    traffic = traffic._replace(messages=np.where(one, 1, traffic.messages))
+    # small messages to one peer travel packed, as one per step
+    single = packed | (traffic.nbytes <= traffic.messages * SMALL_BYTES)
+    traffic = traffic._replace(messages=np.where(single, 1, traffic.messages))
     charged, together = charge(machine, traffic), charge(machine, collective)
-    work = work_of(plan, hops, range(1 if alike else plan.context_plan.ranks), steps)
+    work = work_of(plan, hops, range(1 if only_first else plan.context_plan.ranks), steps)
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
     posted = _by_end(traffic, traffic.messages, plan.ranks, steps)
     most = [posted[end, traffic.step] for end in (traffic.src, traffic.dst)]
@@ -146,12 +155,12 @@ def simulate(
     copied = posted * (0.0 if packed else machine.message_cpu_s)
     if machine.copy_gbps and not packed:
         copied += _by_end(traffic, traffic.nbytes, plan.ranks, steps) / (machine.copy_gbps * 1e9)
-    if alike:
+    if only_first:
         busy, copied = busy[:1], copied[:1]
         traffic = traffic._replace(src=np.zeros_like(traffic.src), dst=np.zeros_like(traffic.dst))
-    whole_s = turns_s + float(together.seconds.max()) if len(together.seconds) else 0.0
+    gather_s = turns_s + float(together.seconds.max()) if len(together.seconds) else 0.0
     heads_s, head_bytes = ulysses(plan, machine, sizes, backward)
-    run = _Run(traffic, lasts, copied, whole_s, packed, overlap)
+    run = _Run(traffic, lasts, copied, gather_s, packed, overlap)
     compute, comm, total_s = run.times(busy)
     comm_s = run.times(np.zeros_like(busy))[2]
     shape = (plan.ranks, steps, 2)
@@ -165,24 +174,32 @@ def simulate(
         compute_s=float(busy.sum(axis=1).max()),
         link_bytes=sum_bytes(
             _everywhere(machine, traffic_of(plan, sent, sizes, backward))
-            if alike
+            if only_first
             else charged.link_bytes,
             together.link_bytes,
             head_bytes,
         ),
-        bound_s=_bound(plan, machine, sizes, None if alike else work, backward),
+        bound_s=_bound(plan, machine, sizes, None if only_first else work, backward),
     )
 
 
-def _machine(plan: Plan, machine: Machine | None) -> Machine:
-    if machine is None:
-        machine, a = plan.machine, plan.intra
-        if a > 1 and not machine.homogeneous:
+def _machine(plan: Plan, named: Machine | str | Path | None) -> Machine:
+    """The machine itself, of a plan with Ulysses with all its ranks.
+
+    Raises:
+        PlanError: another number of ranks, or a plan that only knows its machine between groups.
+        TopologyError: no machine of this name.
+    """
+    if named is not None:
+        machine = as_machine(named)
+    else:
+        machine, degree = plan.machine, plan.intra
+        if degree > 1 and not machine.homogeneous:
             raise PlanError(
-                "this plan's machine describes groups of ranks; give simulate the machine itself"
+                "the machine of this plan describes groups of ranks; give simulate the machine itself"
             )
-        name = machine.name.rpartition("/")[0] if a > 1 else machine.name
-        machine = replace(machine, name=name, node_size=machine.node_size * a)
+        name = machine.name.rpartition("/")[0] if degree > 1 else machine.name
+        machine = replace(machine, name=name, node_size=machine.node_size * degree)
     if machine.ranks != plan.ranks:
         raise PlanError(
             f"machine {machine.name!r} has {machine.ranks} ranks, the plan {plan.ranks}"
@@ -190,41 +207,42 @@ def _machine(plan: Plan, machine: Machine | None) -> Machine:
     return machine
 
 
-def _rank_symmetric(plan: Plan, machine: Machine) -> bool:
-    """Whether rank 0 stands for all.
+def _only_first_rank(plan: Plan, machine: Machine) -> bool:
+    """Whether only rank 0 is simulated, for all.
 
     Raises:
         PlanError: too many hops, and ranks differ.
     """
     n, schedule = plan.context_plan.ranks, plan.schedule
     hops = 0 if schedule.variable_size else n * (n - 1) * schedule.num_shares
-    alike = schedule.rank_symmetric and machine.homogeneous and plan.intra == 1
-    if hops > MOST_HOPS and not alike:
+    symmetric = schedule.rank_symmetric and machine.homogeneous and plan.intra == 1
+    if hops > MOST_HOPS and not symmetric:
         raise PlanError(
             f"{hops} hops are too many to simulate one by one; "
-            "use fewer ranks or shares, or machine nodes that are alike"
+            "use fewer ranks or shares, or a machine whose ranks are all equal"
         )
-    return alike and hops > MANY_HOPS
+    return symmetric and hops > MANY_HOPS
 
 
 def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.ndarray:
-    """Sums of the rows' values, by rank at either end and step."""
-    total = np.zeros((ranks, steps))
-    for end in (traffic.src, traffic.dst):
-        np.add.at(total, (end, traffic.step), values)
-    return total
+    """Sums of the values of messages by rank, as sender or receiver, and step."""
+    shape, values = (ranks, steps), values.astype(float)
+    sent, received = (
+        load_table(shape, end, traffic.step, amount=values) for end in (traffic.src, traffic.dst)
+    )
+    return sent + received
 
 
 def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.ndarray:
-    """Computing time by rank and step."""
+    """Seconds of computing by rank and step."""
     heads = sizes.q(sizes.parts[0])  # query heads x head dim x batch
     tflops = (machine.backward_tflops if backward else 0) or machine.tflops
     if not tflops:
         return np.zeros(work.pairs.shape)
     result = work.pairs * (heads * (BACKWARD if backward else FORWARD) / (tflops * 1e12))
     result += work.calls * machine.kernel_s
-    if machine.memory_gbps:  # queries are read, a part is written; from step 1 on it is merged
-        row = np.full(work.rows.shape[1], 3 * sizes.item + 2 * sizes.wide)
+    if machine.memory_gbps:  # queries are read, partial outputs written, from step 1 on also merged
+        row = np.full(work.rows.shape[1], 3 * sizes.item + 2 * sizes.accumulator_bytes)
         row[0] = 2 * sizes.item
         gbytes = heads * row * (2 if backward else 1) / 1e9
         result += work.rows * (gbytes / machine.memory_gbps)
@@ -236,17 +254,17 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
 
 @dataclass(frozen=True)
 class _Run:
-    """The recurrence over steps."""
+    """When each step begins and ends, from the steps before it."""
 
     traffic: Traffic
-    lasts: np.ndarray  # seconds of each row once it has begun
+    lasts: np.ndarray  # seconds of each row of `traffic` once it has begun
     copied: np.ndarray  # seconds of the processor that messages take, by rank and step
     gather_s: float
     together: bool  # every step is one collective
     overlap: bool
 
     def times(self, busy: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """(begin, end) of computing and of communication, by rank and step; when all is done."""
+        """(begin, end) of computing and of communication, by rank and step; when all ranks have ended."""
         ranks, steps = busy.shape
         compute, comm = np.zeros((2, ranks, steps, 2))
         ready = np.zeros(ranks)
@@ -272,14 +290,13 @@ class _Run:
 
 
 def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:
-    """Bytes of all resources, from what rank 0 sends: every rank sends alike."""
+    """Bytes of all resources from what rank 0 sends, where every rank sends the same."""
     n, m, u = machine.ranks, machine.node_size, machine.num_nodes
     mine = traffic.src == 0
-    to, at = np.unique(traffic.dst[mine], return_inverse=True)
-    nbytes = np.bincount(at, weights=traffic.nbytes[mine]).tolist()
+    (to,), [nbytes] = load_rows((traffic.dst[mine],), traffic.nbytes[mine])
     total: dict[str, float] = {}
     for src in range(n):
-        for dst, size in zip(to.tolist(), nbytes, strict=True):
+        for dst, size in zip(to.tolist(), nbytes.tolist(), strict=True):
             node, local = (src // m + dst // m) % u, (src + dst) % m
             for name in machine.resources(src, node * m + local):
                 total[name] = total.get(name, 0.0) + size
@@ -289,10 +306,10 @@ def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:
 def _bound(
     plan: Plan, machine: Machine, sizes: Sizes, work: Work | None, backward: bool
 ) -> float | None:
-    """The cut bound of what ranks need; of padded wholes where rank 0 stands for all."""
+    """The cut bound of what ranks need; of the mean KV per rank where only rank 0 is simulated."""
     if plan.intra > 1 or len(plan.schedule.offloaded.step):  # other bytes could move instead
         return None
-    both = sizes.item + (sizes.wide if backward and machine.homogeneous else 0)
+    both = sizes.item + (sizes.accumulator_bytes if backward and machine.homogeneous else 0)
     token = sizes.kv(sizes.parts[0]) * both
     if work is None:
         return cut_bound(machine, float(plan.layout.counts.mean()) * token)

@@ -1,6 +1,6 @@
-"""Traffic: the bytes and messages of each step between each pair of ranks, charged to resources.
+"""Traffic: bytes and messages per step and pair of ranks, and how long a machine's resources take for them.
 
-Also the seconds and bytes of collectives: a schedule's all-gather, the all-to-alls of Ulysses groups.
+Also seconds and bytes of collectives: the all-gather of a schedule, the all-to-alls of Ulysses groups.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from ..planning.heads import Heads, split_heads
 from ..planning.plan import Plan
-from ..schedules import KINDS, Hops, build
+from ..schedules import KINDS, Hops
+from ..schedules.counts import load_rows, load_table
 from .bytes import BYTES, RowBytes
 
 
 class Sizes(NamedTuple):
-    """Heads, dims and bytes of the tensors of one call; `parts` are each group member's heads."""
+    """Heads, dims and bytes of the tensors of one call; `parts` are the heads of each group member."""
 
     parts: list[Heads]
     head_dim: int
@@ -47,27 +48,27 @@ class Sizes(NamedTuple):
         return cls(parts, head_dim, check_int(batch, "batch", 1, PlanError), BYTES[name])
 
     @property
-    def wide(self) -> int:
-        """Bytes of an accumulator's element."""
+    def accumulator_bytes(self) -> int:
+        """Bytes of one element of an accumulator."""
         return max(4, self.item)
 
     def q(self, part: Heads) -> int:
-        """Query elements of one token of one member, all rows of the batch."""
+        """Query elements of one token that one member has, in the whole batch."""
         return (part.q_high - part.q_low) * self.head_dim * self.batch
 
     def kv(self, part: Heads) -> int:
-        """Key and value elements of one token of one member."""
+        """Key and value elements of one token that one member has, in the whole batch."""
         return 2 * (part.kv_high - part.kv_low) * self.head_dim * self.batch
 
-    def rows(self, part: Heads, backward: bool) -> dict[int, int]:
-        """Bytes of one token by kind of message."""
+    def row_bytes(self, part: Heads, backward: bool) -> list[int]:
+        """Bytes of one token in a message, by kind of message (kv, dkv, q, out, dq)."""
         heads, kv_heads = part.q_high - part.q_low, part.kv_high - part.kv_low
         row = RowBytes.of(heads, kv_heads, self.head_dim, self.item)
-        return {k: row.of_kind(k, backward) * self.batch for k in range(len(KINDS))}
+        return [row.of_kind(kind, backward) * self.batch for kind in range(len(KINDS))]
 
 
 class Traffic(NamedTuple):
-    """What each ordered pair exchanges in each step; rows sorted by step."""
+    """Bytes and messages that src sends dst in each step; one row for each such triple, sorted by step."""
 
     step: np.ndarray
     src: np.ndarray
@@ -82,50 +83,46 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(plan: Plan, hops: Hops, sizes: Sizes, backward: bool) -> Traffic:
-    """Bytes and messages of hops between groups, for every member of the groups."""
-    inner, a = plan.context_plan, plan.intra
+    """Bytes and messages of hops; of hops between Ulysses groups those between all their members."""
+    subchunks, degree = plan.context_plan.subchunks, plan.intra
     tokens = np.zeros(len(hops.step), dtype=np.int64)
     messages = np.zeros_like(tokens)
-    for part in range(inner.subchunks.parts):
-        count = inner.subchunks.count[inner.subchunk_of(hops, part)]
+    for part in range(subchunks.parts):
+        count = subchunks.count[plan.context_plan.subchunk_of(hops, part)]
         tokens += count
         messages += count > 0
-    some = messages > 0
-    hops, tokens, messages = hops.where(some), tokens[some], messages[some]
-    new = np.ones(len(hops.step), dtype=bool)
-    new[1:] = np.any([np.diff(c) != 0 for c in hops[:3]], axis=0)
-    first = np.flatnonzero(new)
-
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values, first) if len(first) else values
-
-    step, src, dst = (c[first] for c in hops[:3])
-    number = total(messages)
-    per = [
-        sum(total(tokens * (hops.kind == kind)) * size for kind, size in row.items())
-        for row in (sizes.rows(part, backward) for part in sizes.parts)
-    ]
-    member = np.tile(np.arange(a), len(step))
-    step, src, dst, number = (np.repeat(c, a) for c in (step, src, dst, number))
-    nbytes = np.stack(per, axis=1).ravel().astype(float) if len(step) else np.zeros(0)
-    return Traffic(step, src * a + member, dst * a + member, nbytes, number)
+    filled = messages > 0
+    hops, tokens, messages = hops.where(filled), tokens[filled], messages[filled]
+    row_bytes = (np.array(sizes.row_bytes(heads, backward)) for heads in sizes.parts)
+    (step, src, dst), [messages, *member_bytes] = load_rows(
+        (hops.step, hops.src, hops.dst), messages, *(tokens * row[hops.kind] for row in row_bytes)
+    )
+    member = np.tile(np.arange(degree), len(step))
+    step, src, dst, messages = (np.repeat(c, degree) for c in (step, src, dst, messages))
+    nbytes = np.stack(member_bytes, axis=1).ravel().astype(float)
+    return Traffic(step, src * degree + member, dst * degree + member, nbytes, messages)
 
 
 @lru_cache(maxsize=16)
 def _known(machine: Machine) -> dict[int, tuple[str, ...]]:
-    """Resources of pairs src * ranks + dst that have been asked for."""
+    """Routes of the pairs src * ranks + dst that have been asked for."""
     return {}
 
 
 class Charge(NamedTuple):
-    """Seconds each row of a Traffic keeps its busiest resource, and bytes of each resource."""
+    """Seconds for which each row of a Traffic occupies its busiest resource; bytes of each resource."""
 
     seconds: np.ndarray
     link_bytes: dict[str, float]
 
 
-def _forgiven(busy: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Seconds by step and resource, less those saved up, at most so many, in steps that others ruled."""
+def _less_saved(busy: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Seconds by step and resource, less what token buckets have saved up while others took longer.
+
+    Args:
+        busy: seconds without buckets, [steps, resources].
+        most: seconds that each bucket can save, [resources].
+    """
     saved, left = np.zeros(busy.shape[1]), np.empty_like(busy)
     for t, need in enumerate(busy):
         left[t] = np.maximum(0, need - saved)
@@ -134,7 +131,11 @@ def _forgiven(busy: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def charge(machine: Machine, traffic: Traffic) -> Charge:
-    """All rows of a step share their resources fairly: each takes as long as its busiest resource."""
+    """Seconds of each row, that is, of its busiest resource: rows of a step share resources fairly.
+
+    Raises:
+        TopologyError: a pair of ranks without a route.
+    """
     n = machine.ranks
     pairs, at = np.unique(traffic.src * n + traffic.dst, return_inverse=True)
     numbers: dict[str, int] = {}
@@ -142,20 +143,18 @@ def charge(machine: Machine, traffic: Traffic) -> Charge:
     for p in pairs.tolist():
         if p not in known:
             known[p] = machine.resources(*divmod(p, n))
-    ways = [[numbers.setdefault(name, len(numbers)) for name in known[p]] for p in pairs.tolist()]
-    width, spare = max(map(len, ways), default=0), len(numbers)
-    table = np.array([w + [spare] * (width - len(w)) for w in ways]).reshape(len(ways), width)
+    routes = [[numbers.setdefault(name, len(numbers)) for name in known[p]] for p in pairs.tolist()]
+    width, spare = max(map(len, routes), default=0), len(numbers)
+    table = np.array([r + [spare] * (width - len(r)) for r in routes]).reshape(len(routes), width)
     capacity = np.array([*map(machine.capacity_gbps, numbers), np.inf]) * 1e9
     used = table[at]
-    load = np.zeros(traffic.steps * (spare + 1))
-    seconds = np.zeros(len(at))
+    shape, seconds = (traffic.steps, spare + 1), np.zeros(len(at))
+    loads = np.zeros(shape)
     for k in range(width):
-        key = traffic.step * (spare + 1) + used[:, k]
-        load += np.bincount(key, weights=traffic.nbytes, minlength=len(load))
-    loads = load.reshape(-1, spare + 1)
+        loads += load_table(shape, traffic.step, used[:, k], amount=traffic.nbytes)
     busy = loads / capacity
     if machine.burst_bytes:
-        busy = _forgiven(busy, machine.burst_bytes / capacity)
+        busy = _less_saved(busy, machine.burst_bytes / capacity)
     for k in range(width):
         np.maximum(seconds, busy[traffic.step, used[:, k]], out=seconds)
     total = loads.sum(axis=0)
@@ -163,27 +162,27 @@ def charge(machine: Machine, traffic: Traffic) -> Charge:
 
 
 def gathered(plan: Plan, machine: Machine, sizes: Sizes) -> tuple[Traffic, float]:
-    """What the schedule's all-gather moves, as one step, and the seconds it costs besides its bytes.
+    """What the schedule's all-gather moves, as one step, and the seconds that it costs besides its bytes.
 
-    Over all ranks it is the library's: one ring in rank order takes n - 1 turns, a direct one a turn
-    for each node. Between groups of ranks it is an all-to-all.
+    Over all ranks it is the library's: a ring in rank order takes n - 1 turns, direct messages take one
+    turn per node. Between groups of ranks it is an all-to-all.
     """
-    inner, a = plan.context_plan, plan.intra
-    rows, n = int(inner.layout.counts.max()), inner.ranks
-    if a > 1 or not plan.schedule.collective:
+    degree, n = plan.intra, plan.context_plan.ranks
+    rows = int(plan.context_plan.layout.counts.max())
+    if degree > 1 or not plan.schedule.collective:
         ends = np.argwhere(~np.eye(n if plan.schedule.collective else 0, dtype=bool)).T
         (src, dst), times, turns = ends, np.ones_like(ends[0]), 1
     elif machine.all_gather == "ring":
         src, turns = np.arange(n), n - 1
         dst, times = (src + 1) % n, np.full_like(src, n - 1)
     else:  # each rank's rows once to every node, and from there to the node's ranks
-        hops = build("wave", plan.machine, {"blocks": 1, "twins": 0}).forward(None)
+        hops = plan.schedule.collective_hops(plan.machine.node_size)
         pair, times = np.unique(hops.src * n + hops.dst, return_counts=True)
         src, dst, turns = pair // n, pair % n, machine.num_nodes
-    member = np.tile(np.arange(a), len(src))
+    member = np.tile(np.arange(degree), len(src))
     per = [sizes.kv(p) * sizes.item for p in sizes.parts]
     nbytes = np.outer(times * rows, per).ravel().astype(float)
-    src, dst = np.repeat(src, a) * a + member, np.repeat(dst, a) * a + member
+    src, dst = (np.repeat(end, degree) * degree + member for end in (src, dst))
     zero = np.zeros(len(member), dtype=np.int64)
     return Traffic(zero, src, dst, nbytes, zero), turns * (machine.latency_s + machine.message_s)
 
@@ -191,37 +190,41 @@ def gathered(plan: Plan, machine: Machine, sizes: Sizes) -> tuple[Traffic, float
 def ulysses(
     plan: Plan, machine: Machine, sizes: Sizes, backward: bool
 ) -> tuple[tuple[float, float], dict[str, float]]:
-    """Seconds of the all-to-alls before and after the inner attention, and their bytes."""
-    a = plan.intra
-    if a == 1:
+    """Seconds of the all-to-alls before and after the context-parallel plan, and bytes by resource."""
+    degree = plan.intra
+    if degree == 1:
         return (0.0, 0.0), {}
     tokens = np.array([plan.num_tokens(r) for r in range(plan.ranks)])
     ends = [
-        (g * a + i, g * a + j)
+        (g * degree + i, g * degree + j)
         for g in range(plan.context_plan.ranks)
-        for i in range(a)
-        for j in range(a)
+        for i in range(degree)
+        for j in range(degree)
     ]
     src, dst = np.array([e for e in ends if e[0] != e[1]]).T
     q = np.array([sizes.q(p) * sizes.item for p in sizes.parts])
     kv = np.array([sizes.kv(p) * sizes.item for p in sizes.parts])
-    lse = np.array([sizes.q(p) // sizes.head_dim * sizes.wide for p in sizes.parts])
-    # to heads: own tokens, the other's heads; to tokens: the other's tokens, own heads
+    lse = np.array([sizes.q(p) // sizes.head_dim * sizes.accumulator_bytes for p in sizes.parts])
+    # before: own tokens, heads of the receiver; after: tokens of the receiver, own heads
     if backward:  # dout, then dq, dk, dv
-        phases = (tokens[src] * q[dst % a], 1), (tokens[dst] * (q + kv)[src % a], 3)
+        phases = (tokens[src] * q[dst % degree], 1), (tokens[dst] * (q + kv)[src % degree], 3)
     else:  # q, k, v, then out and lse
-        phases = (tokens[src] * (q + kv)[dst % a], 3), (tokens[dst] * (q + lse)[src % a], 2)
+        phases = (
+            (tokens[src] * (q + kv)[dst % degree], 3),
+            (tokens[dst] * (q + lse)[src % degree], 2),
+        )
     seconds, zero = [], np.zeros_like(src)
     totals: dict[str, float] = {}
     for nbytes, times in phases:
-        found = charge(machine, Traffic(zero, src, dst, nbytes.astype(float), zero))
-        each = machine.latency_s + (a - 1) * machine.message_s
-        seconds.append(float(found.seconds.max()) + times * each)
-        totals = sum_bytes(totals, found.link_bytes)
+        charged = charge(machine, Traffic(zero, src, dst, nbytes.astype(float), zero))
+        each = machine.latency_s + (degree - 1) * machine.message_s
+        seconds.append(float(charged.seconds.max()) + times * each)
+        totals = sum_bytes(totals, charged.link_bytes)
     return (seconds[0], seconds[1]), totals
 
 
 def sum_bytes(*tables: dict[str, float]) -> dict[str, float]:
+    """Bytes by resource, of several tables together."""
     total: dict[str, float] = {}
     for table in tables:
         for name, value in table.items():

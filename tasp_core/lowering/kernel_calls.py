@@ -1,7 +1,7 @@
-"""Kernel calls of a step: groups of queries and of the keys they meet, as one FULL and one CAUSAL call.
+"""Kernel calls: groups of queries and of the KV they attend to, as one FULL and one CAUSAL call.
 
-Most steps have one group: the rank's own queries and what has just arrived. Where queries move, a
-remote query may meet other keys than the rank's own queries do; its sequences join the same two calls.
+Most steps have one group: the rank's own queries and the KV that has just arrived. Where queries move, a
+remote query may attend to other KV than the rank's own queries do; its sequences join the same two calls.
 """
 
 from __future__ import annotations
@@ -13,29 +13,17 @@ import numpy as np
 
 from ..sequence.documents import Documents
 from ..sequence.layouts import Pieces, ranges
-from ..sequence.tiles import Sequences, rounds, take, tile
-from .buffers import Runs, join_runs
-from .program import Call, Compute
+from ..sequence.tiles import Sequences, take, tile
+from .buffers import in_rounds
+from .program import Attend, Call, call_of
 
 
 class Group(NamedTuple):
-    """Queries and the keys all of them meet; offsets are rows of `q` and of `kv`."""
+    """Queries and the KV that all of them attend to; offsets are rows of `q` and of `kv`."""
 
     queries: Pieces
     keys: Pieces
-    grad: np.ndarray  # first `grad` row of each key piece
-
-
-def _in_rounds(src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> tuple[Runs, ...]:
-    """Row ranges in rounds whose dst rows do not overlap."""
-    number = rounds(dst, count)
-    picks = (number == i for i in range(int(number.max(initial=-1)) + 1))
-    return tuple(join_runs(src[p], dst[p], count[p]) for p in picks)
-
-
-def _end_to_end(rows: np.ndarray, count: np.ndarray) -> tuple[Runs, ...]:
-    """A call's output rows, sequence after sequence, to the `rows` they belong to."""
-    return _in_rounds(np.cumsum(count) - count, rows, count)
+    grad: np.ndarray  # first `dkv` row of each KV piece
 
 
 def _in_place(keys: Pieces) -> bool:
@@ -48,8 +36,11 @@ def _joined(parts: Iterable[Sequences]) -> Sequences:
     return Sequences(*(np.concatenate(c) for c in zip(*parts, strict=True)))
 
 
-def compute(groups: list[Group], docs: Documents) -> Compute | None:
-    """What a step computes; None where there is nothing to do."""
+def attend(groups: list[Group], docs: Documents, step: int, *, backward: bool) -> Attend | None:
+    """What a step computes; None where no query sees any key.
+
+    KV rows are read in place where the pieces of each document lie end to end, else gathered first.
+    """
     tiled = [(g, tile(g.queries, g.keys, docs)) for g in groups]
     tiled = [(g, t) for g, t in tiled if len(t.used)]
     if not tiled:
@@ -61,7 +52,7 @@ def compute(groups: list[Group], docs: Documents) -> Compute | None:
     low, high = int(keys.offset.min()), int((keys.offset + keys.count).max())
     gather, work = None, keys.offset - low  # where each piece begins among the rows kernels read
     merged = docs.window_size is None  # else every sequence reads one piece
-    apart = len(tiled) > 1 and high - low > 2 * size  # own rows and travelling ones, say
+    apart = len(tiled) > 1 and high - low > 2 * size  # own rows and received ones, say
     if apart or (merged and not all(map(_in_place, used))):
         gather = ranges(keys.offset - low, keys.offset - low + keys.count)[0]
         work = np.cumsum(keys.count) - keys.count
@@ -74,13 +65,14 @@ def compute(groups: list[Group], docs: Documents) -> Compute | None:
         for kind, seq in zip(parts, (t.causal, t.inverse_causal, t.full), strict=True):
             piece = np.searchsorted(border, seq.k_lo, side="right") - 1
             kind.append(seq._replace(k_lo=first[piece] + seq.k_lo - border[piece]))
-    calls = []
+    calls: list[Call] = []
     inverse_causal = sum(len(seq.q_lo) for seq in parts[1])
     for causal, sequences in ((True, parts[0] + parts[1]), (False, parts[2])):
         seq = _joined(sequences)
         if len(seq.q_lo):
-            q_runs, k_runs = _end_to_end(seq.q_lo, seq.q_n), _end_to_end(seq.k_lo, seq.k_n)
-            calls.append(Call(causal, seq, q_runs, k_runs, inverse_causal * causal))
-    _, once = np.unique(work, return_index=True)  # read in place, groups share rows
-    grads = _in_rounds(work[once], grad[once], keys.count[once])
-    return Compute(low, high - low, gather, tuple(calls), grads)
+            calls.append(call_of(causal, seq, inverse_causal * causal))
+    if not backward:
+        return Attend(step, low, high - low, gather, tuple(calls), ())
+    _, first_of = np.unique(work, return_index=True)  # read in place, groups share rows
+    grads = in_rounds(work[first_of], grad[first_of], keys.count[first_of])
+    return Attend(step, low, high - low, gather, tuple(calls), grads, backward=True)

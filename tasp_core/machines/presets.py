@@ -1,4 +1,4 @@
-"""Machines by name or file: presets with their sources, machine files, the text of topology tools.
+"""Machines by name or file: presets with their sources, machine files, output of topology tools.
 
     >>> machine("h100x2").num_nodes, machine("mesh4x2").ranks
     (2, 8)
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TopologyError
-from .bounds import cut_bound
 from .machine import Bus, Machine
 from .topology_text import is_topology, parse_topology
 
-__all__ = ["MESH", "PRESETS", "Bus", "Machine", "cut_bound", "machine"]
+__all__ = ["MESH", "PRESETS", "Bus", "Machine", "as_machine", "machine"]
 
 # Kernels at head dim 128, bf16: FlashAttention-3's paper gives 648 TFLOP/s forward and about 550
 # backward on an H100, FlashAttention-2's 225 and 190 on an A100; MI300X: a third of its 1,307 peak.
@@ -85,7 +84,11 @@ def machine(name: str | Path) -> Machine:
             JSON file, or of what `nvidia-smi topo -m` or `rocm-smi --showtopo` printed on a node.
 
     Raises:
-        TopologyError: neither a known name nor a readable file; the line that cannot be read.
+        TopologyError: neither a known name nor a readable file, or a file with a line that cannot be read;
+            the error names the line.
+
+    >>> machine("mi300x").link_gbps, machine("h100x2").ranks
+    (64.0, 16)
     """
     match = re.fullmatch(rf"({'|'.join(PRESETS)}|mesh([1-9]\d*))(?:x([1-9]\d*))?", str(name))
     if match:
@@ -99,3 +102,12 @@ def machine(name: str | Path) -> Machine:
         )
     text = path.read_text()
     return parse_topology(text, path.stem) if is_topology(text) else Machine.from_json(text)
+
+
+def as_machine(named: Machine | str | Path) -> Machine:
+    """A Machine as it is; a name or a path as `machine` reads it.
+
+    Raises:
+        TopologyError: neither a known name nor a readable file.
+    """
+    return named if isinstance(named, Machine) else machine(named)

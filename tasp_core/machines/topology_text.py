@@ -1,11 +1,11 @@
 """What `nvidia-smi topo -m` and `rocm-smi --showtopo` print on a node -> a Machine of one node.
 
-These texts say which device reaches which and how, not how fast: rates are those of one NVLink (3
-or 4), one xGMI link of an MI300X, one PCIe 4 x16 slot and one 400 Gb/s NIC unless given.
+These texts say which device reaches which and how, but not how fast. Unless `rates` says otherwise, rates
+are those of one NVLink (3 or 4), one xGMI link of an MI300X, one PCIe 4 x16 slot and one 400 Gb/s NIC.
 
-    NV#, XGMI (one hop)   links of the pair; a port a rank where the pairs' links are more than a GPU has
-    PIX PXB PHB NODE      the way through the host, PCIE too; GPUs of one PCIe switch share its uplink
-    SYS                   the same, and the sockets share the way between them
+    NV#, XGMI (one hop)   links of the pair; a port per rank where the pairs' links are more than a GPU has
+    PIX PXB PHB NODE      the route through the host, PCIE too; GPUs of one PCIe switch share its uplink
+    SYS                   the same, and all pairs of ranks of two sockets share the bus between these
 
 Not covered: which NIC is nearest to which GPU (NICs are shared evenly, in order).
 """
@@ -29,7 +29,7 @@ HEADER = re.compile(r"\s*GPU0(\s+(GPU1|NIC0|mlx|CPU)|$)")
 
 
 class Rates(NamedTuple):
-    """What the texts do not say, in GB/s for each direction."""
+    """What the texts do not say, in GB/s per direction."""
 
     nvlink_gbps: float = 25.0
     xgmi_gbps: float = 64.0
@@ -56,8 +56,8 @@ def parse_topology(text: str, name: str = "node", *, rates: Rates = Rates()) -> 
     Raises:
         TopologyError: no table of GPUs, or the line that cannot be read.
 
-    >>> found = parse_topology("GPU0 GPU1 CPU Affinity\\nGPU0 X NV4 0-9\\nGPU1 NV4 X 0-9")
-    >>> found.ranks, found.resources(0, 1), found.capacity_gbps("link 0>1")
+    >>> pair = parse_topology("GPU0 GPU1 CPU Affinity\\nGPU0 X NV4 0-9\\nGPU1 NV4 X 0-9")
+    >>> pair.ranks, pair.resources(0, 1), pair.capacity_gbps("link 0>1")
     (2, ('link 0>1',), 100.0)
     """
     lines = plain_lines(text)
@@ -83,15 +83,15 @@ def _table(
             break
         if not lines[at].strip():
             continue
-        first, *words = lines[at].split()
+        first, *cells = lines[at].split()
         if first != devices[len(rows)]:
             raise _wrong(lines, at, f"expected the row of {devices[len(rows)]}")
-        words = words[: len(devices)]
-        if bad := next((w for w in words if not cell.fullmatch(w)), None):
+        cells = cells[: len(devices)]
+        if bad := next((text for text in cells if not cell.fullmatch(text)), None):
             raise _wrong(lines, at, f"cannot read cell {bad!r}")
-        if len(words) < len(devices):
-            raise _wrong(lines, at, f"{len(words)} cells of {len(devices)}")
-        rows.append(words)
+        if len(cells) < len(devices):
+            raise _wrong(lines, at, f"{len(cells)} cells of {len(devices)}")
+        rows.append(cells)
     if len(rows) < len(devices):
         raise _wrong(lines, start, f"the table of {len(devices)} devices has {len(rows)} rows")
     return rows, devices
@@ -99,34 +99,34 @@ def _table(
 
 def _header(lines: list[str]) -> int:
     """The line of the first table's header."""
-    found = next((at for at, line in enumerate(lines) if HEADER.match(line)), None)
-    if found is None:
+    header = next((at for at, line in enumerate(lines) if HEADER.match(line)), None)
+    if header is None:
         raise TopologyError(
             "topology text has no table of GPUs (a line that begins with GPU0); "
             "give the whole output of nvidia-smi topo -m or rocm-smi --showtopo"
         )
-    return found
+    return header
 
 
 def _nvidia(lines: list[str]) -> tuple[list[list[str]], int]:
     """Kinds between GPUs, and the NICs that can be used by them."""
     cells, devices = _table(lines, _header(lines), CELL)
     gpus = sum(d.startswith("GPU") for d in devices)
-    away = [row[gpus:] for row in cells[:gpus]]
-    near = [any(row[i] in ("PIX", "PXB") for row in away) for i in range(len(devices) - gpus)]
+    to_nics = [row[gpus:] for row in cells[:gpus]]
+    near = [any(row[i] in ("PIX", "PXB") for row in to_nics) for i in range(len(devices) - gpus)]
     return [row[:gpus] for row in cells[:gpus]], sum(near) or len(near)
 
 
 def _amd(lines: list[str]) -> list[list[str]]:
-    """Kinds between GPUs in nvidia-smi's words: XGMI of one hop, else the way through the hosts."""
+    """Kinds between GPUs in nvidia-smi's words: XGMI of one hop, else the route through the hosts."""
     tables: dict[str, list[list[str]]] = {}
     numa: dict[int, str] = {}
     section = ""
     for at, line in enumerate(lines):
         if title := AMD.match(line):
             section = title[1].split(" between")[0]
-        elif found := re.match(r"GPU\[(\d+)\].*Numa Node:\s*(-?\d+)", line):
-            numa[int(found[1])] = found[2]
+        elif gpu := re.match(r"GPU\[(\d+)\].*Numa Node:\s*(-?\d+)", line):
+            numa[int(gpu[1])] = gpu[2]
         elif HEADER.match(line) and section in AMD_CELLS:
             tables[section] = _table(lines, at, AMD_CELLS[section])[0]
     if "Link Type" not in tables:
@@ -147,13 +147,13 @@ def _amd(lines: list[str]) -> list[list[str]]:
 
 
 def _groups(kinds: list[list[str]], near: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """GPUs that reach each other by one of the kinds, in order."""
+    """Groups of GPUs that reach each other by one of the kinds of connection, in order."""
     everyone = range(len(kinds))
     return sorted({tuple(b for b in everyone if a == b or kinds[a][b] in near) for a in everyone})
 
 
 def _buses(kinds: list[list[str]], gbps: float) -> list[Bus]:
-    """Uplinks of PCIe switches with several GPUs, and the ways between sockets."""
+    """Uplinks of PCIe switches with several GPUs, and the buses between sockets."""
     buses = []
     for i, group in enumerate(_groups(kinds, HOST[:2])):
         rest = tuple(r for r in range(len(kinds)) if r not in group)
@@ -172,18 +172,18 @@ def _build(name: str, kinds: list[list[str]], nics: int, rates: Rates, tool: str
     per |= {f"NV{k}": k * rates.nvlink_gbps for k in range(1, MOST_NVLINKS + 1)}
     speeds = {(a, b): per.get(kinds[a][b], 0.0) for a, b in permutations(range(n), 2)}
     links = max((sum(int(x[2:]) for x in row if x[:2] == "NV") for row in kinds), default=0)
-    alike, rate = len(set(speeds.values())) < 2, next(iter(speeds.values()), 0.0)
-    switched = alike and links > MOST_NVLINKS
-    some = {} if alike else {f"link {a}>{b}": x for (a, b), x in speeds.items() if x}
+    equal, rate = len(set(speeds.values())) < 2, next(iter(speeds.values()), 0.0)
+    switched = equal and links > MOST_NVLINKS
+    overrides = {} if equal else {f"link {a}>{b}": x for (a, b), x in speeds.items() if x}
     return Machine(
         name,
         n,
-        link_gbps=rate if alike and not switched else 0.0,
+        link_gbps=rate if equal and not switched else 0.0,
         port_gbps=rate if switched else 0.0,
         host_gbps=0.0 if all(speeds.values()) else rates.host_gbps,
         nic_gbps=rates.nic_gbps,
         nics=nics if nics < n else 0,
         buses=tuple(_buses(kinds, rates.host_gbps)),
-        overrides=tuple(some.items()),
+        overrides=tuple(overrides.items()),
         source=f"{tool}; rates are nominal",
     )

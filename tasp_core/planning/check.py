@@ -21,6 +21,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..schedules import DKV, DQ, KINDS, KV, OUT, DeclaredLimits, Hops, Q
+from ..schedules.counts import last_uses, live_table, load_table
 from .messages import mispairing
 from .plan import Plan
 from .work import NEVER, count_pairs
@@ -279,8 +280,7 @@ class _Checker:
         hops, limits = self.all, self.plan.schedule.limits
         steps, number = np.unique(hops.step, return_inverse=True)
         node = np.arange(self.n) // self.plan.machine.node_size
-        load = np.zeros((len(steps), self.n, self.n), dtype=np.int64)
-        np.add.at(load, (number, hops.src, hops.dst), 1)
+        load = load_table((len(steps), self.n, self.n), number, hops.src, hops.dst)
         same = node[:, None] == node[None, :]
         if self.plan.schedule.collective:  # its traffic is the library's choice: the report says so
             return load, (load * ~same).sum(axis=2)
@@ -345,16 +345,12 @@ class _Checker:
         """Most that is held at once of what came by these hops, until it is last used or sent on."""
         if not hops.step.size:
             return 0.0
-        last = np.where(arrival < NEVER, arrival + 1, -1)
         relayed = hops.where(hops.src != hops.owner)
-        for at in (*uses, (relayed.src, relayed.owner, relayed.share, relayed.step)):
-            np.maximum.at(last, at[:3], at[3])
-        change = np.zeros((self.n, int(last.max()) + 2), dtype=np.int64)
-        rank, owner, share = np.nonzero((arrival >= 0) & (arrival < NEVER))
+        sent_on = (relayed.src, relayed.owner, relayed.share, relayed.step)
+        last = last_uses(np.where(arrival < NEVER, arrival + 1, -1), *uses, sent_on)
+        rank, owner, share = at = np.nonzero((arrival >= 0) & (arrival < NEVER))
         size, most = self.plan.amounts(Hops(owner, rank, rank, owner, share, owner))
-        np.add.at(change, (rank, arrival[rank, owner, share]), size)
-        np.add.at(change, (rank, last[rank, owner, share] + 1), -size)
-        live = np.cumsum(change, axis=1)
+        live = live_table(self.n, rank, arrival[at], last[at], size)
         peak = float(live.max() / most)
         if peak > declared + 1e-9:
             where, step = (int(x) for x in np.unravel_index(live.argmax(), live.shape))

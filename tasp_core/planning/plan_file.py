@@ -33,7 +33,7 @@ def spec(plan: Plan) -> dict[str, Any]:
         "options": schedule.options,
     }
     if isinstance(schedule, Table):
-        data |= {"hops": list(schedule.words), "num_shares": schedule.shares}
+        data |= {"hops": list(schedule.lines), "num_shares": schedule.shares}
         data["limits"] = list(schedule.claim)
         if schedule.like is not None:
             data["like"] = {"schedule": schedule.like.name, "options": schedule.like.options}
@@ -208,7 +208,7 @@ def _built(data: dict[str, Any], where: str, machine: Machine, layout: Layout) -
         raise PlanError(f"not a plan: {where}schedule must be one of {known}, got {name!r:.80}")
     if not isinstance(options, dict):
         raise PlanError(f"not a plan: {where}options must be an object, got {options!r:.80}")
-    kinds = {f.name: str(f.type) for f in fields(SCHEDULES[name])}
+    kinds = {option.name: option.type for option in SCHEDULES[name].options_taken()}
     for key, value in options.items():
         kind, found = kinds.get(key), type(value).__name__
         if kind is not None and found != kind and (kind, found) != ("float", "int"):

@@ -68,6 +68,16 @@ def attention(
         PlanError: on every rank, when any rank's tensors or plan do not fit; says which and why.
         TransportError: a peer stopped answering.
         ImportError: torch is missing, or older than the oldest that was tried.
+
+    >>> import torch
+    >>> from tasp_core import launch, plan, shard
+    >>> p = plan([3, 5], ranks=2)
+    >>> q, k, v = (torch.ones(p.docs.total, heads, 16) for heads in (4, 2, 2))
+    >>> def run(rank, group):
+    ...     out = attention(*(shard(x, p, rank) for x in (q, k, v)), p, group)
+    ...     return list(out.shape)
+    >>> launch(run, 2)
+    [[4, 4, 16], [4, 4, 16]]
     """
     from .. import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch

@@ -1,13 +1,13 @@
 """Run a Program: the forward and the backward pass of one rank, and the autograd function around them.
 
-At each step: post the messages, compute on what has arrived, wait. Partial results are merged in
-float32 (float64 for float64 inputs) in the program's fixed order, so equal inputs give equal bits.
-Shapes: T this rank's tokens, H query heads, K key/value heads, D key dim, E value dim.
+An executor runs a program's instructions in the order of the list: what each does is one method below,
+when it is done is decided by the list alone. Partial results are merged in float32 (float64 for float64
+inputs) in that order, so equal inputs give equal bits. Shapes: T this rank's tokens, H query heads, K
+key/value heads, D key dim, E value dim.
 
 A remote query, i.e. a query of another rank, brings in one message what its pass needs: q, and in the
-backward pass also dout, out and lse (its bits, since float32 must survive a bf16 message). It is unpacked
-where it arrives, once.
-Shapes: t own rows, g remote query rows, H heads.
+backward pass also dout, out and lse (its bits, since float32 must survive a bf16 message). UNPACK takes
+them apart, once. Shapes: t own rows, g remote query rows, H heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -27,11 +26,27 @@ from ..kernels.kernel import Kernel
 from ..kernels.views import aligned, once
 from ..lowering.buffers import Runs
 from ..lowering.lower import lower
-from ..lowering.program import Compute, Program, Step
+from ..lowering.program import (
+    Add,
+    AllGather,
+    Attend,
+    Free,
+    Instruction,
+    Merge,
+    Message,
+    Pack,
+    Post,
+    Program,
+    Recv,
+    Send,
+    Unpack,
+    Wait,
+    Zero,
+)
 from ..planning.plan import Plan
-from ..schedules import EXCHANGES, OUT
+from ..schedules import EXCHANGES
 from ..sequence.layouts import ranges
-from .exchange import Exchange, Wait
+from .exchange import Exchange
 from .merge import merge_
 from .packing import Buffers
 from .ulysses import Ulysses
@@ -47,7 +62,8 @@ def program_of(
     program = lower(plan, rank, backward=backward, keep_kv=keep_kv)
     if computes:
         return program
-    return replace(program, steps=tuple(s._replace(compute=None) for s in program.steps))
+    rest = (i for i in program.instructions if not isinstance(i, Attend))
+    return replace(program, instructions=tuple(rest))
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class Context:
     """What both passes of a call share; plan and rank are those between groups.
 
     Attributes:
-        exchange: the ranks that share a row; None: this process alone.
+        exchange: the ranks that share a packed sequence; None: this process alone.
         ulysses: the exchange of heads for tokens around it, with `intra` above 1.
         signature: what all ranks must agree on before the backward pass exchanges anything.
     """
@@ -82,35 +98,42 @@ class Context:
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """K and V of the rank as one buffer, so that they travel as one message, and room for others'.
 
-        [T + arena rows, K, D + E].
+        [T + received rows, K, D + E].
         """
         rows = len(k) + self.program(backward=False).kv_buffer_rows
         kv = k.new_empty((rows, k.shape[1], k.shape[2] + v.shape[2]))
         torch.cat([k, v], dim=-1, out=kv[: len(k)])
         return kv
 
-    def post(self, program: Program, t: int, step: Step, buffers: Buffers) -> Wait:
+    def post(
+        self,
+        instruction: Post | AllGather,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        buffers: Buffers,
+    ) -> Callable[[], None]:
+        """Start what POST or ALL_GATHER starts; the returned function waits for it.
+
+        Raises:
+            PlanError: an exchange that is not known.
+        """
         self.kernel.finish()
         if self.exchange is None or self.plan.ranks == 1:
             return lambda: None
-        if program.collective and t == 0:
-            if program.collective != "all_gather" or step.sends or step.recvs:
-                moved = " and messages" * bool(step.sends or step.recvs)
-                raise PlanError(
-                    f"rank {self.rank}, step 0: the executor knows one collective, all_gather, by itself; "
-                    f"the plan asks for {program.collective!r}{moved}; prove it with tasp.check"
-                )
-            own, arena = buffers["kv"].split([program.tokens, program.kv_buffer_rows])
-            return self.exchange.all_gather(own, arena, program.gathered_rows)
-        if program.exchange == "p2p":
-            return self.exchange.post(t, step.sends, step.recvs, buffers)
-        if program.exchange == "all_to_all":
-            return self.exchange.post_all_to_all(t, step.sends, step.recvs, buffers, program.kinds)
-        raise PlanError(f"exchange must be one of {EXCHANGES}, got {program.exchange!r}")
+        step = instruction.step
+        if isinstance(instruction, AllGather):
+            kv, own, rows = buffers["kv"], instruction.tokens, instruction.rows
+            gathered = kv[own : own + instruction.ranks * rows]
+            return self.exchange.all_gather(kv[:own], gathered, rows)
+        if instruction.exchange == "p2p":
+            return self.exchange.post(step, sends, recvs, buffers)
+        if instruction.exchange == "all_to_all":
+            return self.exchange.post_all_to_all(step, sends, recvs, buffers, instruction.kinds)
+        raise PlanError(f"exchange must be one of {EXCHANGES}, got {instruction.exchange!r}")
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of accumulators."""
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results of tensors of `dtype` are added up."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -121,7 +144,7 @@ def _views(runs: Runs, device: torch.device) -> Iterator[tuple[Any, Any]]:
             yield slice(s, s + n), slice(d, d + n)
         return
 
-    def index(low: np.ndarray) -> Tensor:
+    def index(low: Any) -> Tensor:
         return torch.from_numpy(ranges(low, low + runs.count)[0]).to(device)
 
     yield (
@@ -136,23 +159,150 @@ def _add(target: Tensor, source: Tensor, runs: Runs) -> None:
         target[dst] += source[src]
 
 
-def _add_in_turn(target: Tensor, source: Tensor, runs: Runs) -> None:
-    """target[dst] += source[src], run after run: several may add to the same rows."""
-    for s, d, n in zip(*(c.tolist() for c in runs), strict=True):
-        target[d : d + n] += source[s : s + n]
+def _slices(rows: Runs) -> Iterator[tuple[slice, slice]]:
+    """(src, dst) of each run, in their order."""
+    for s, d, n in zip(*(c.tolist() for c in rows), strict=True):
+        yield slice(s, s + n), slice(d, d + n)
 
 
 class _Keys:
-    """The key and value rows of one compute step, gathered and widened as far as needed."""
+    """The KV rows of one ATTEND, gathered and converted as far as needed."""
 
-    def __init__(self, compute: Compute, kv: Tensor, dtype: torch.dtype, dim: int):
-        rows, index = kv[compute.low : compute.low + compute.count], compute.gather
+    def __init__(self, attend: Attend, kv: Tensor, dtype: torch.dtype, dim: int):
+        rows, index = kv[attend.low : attend.low + attend.count], attend.gather
         if index is not None:
             device = rows.device
             pick = once(index, "rows", device, lambda: torch.tensor(index, device=device))
             rows = rows.index_select(0, pick)
         self.rows = rows.to(dtype)
         self.k, self.v = self.rows[..., :dim], self.rows[..., dim:]
+
+
+class Executor:
+    """Runs instructions one after the other; the two passes below say what the computing ones do.
+
+    Messages are listed by SEND and RECV, started by POST and waited for by WAIT. An executor that overlaps
+    more than that is another class with the same methods: what depends on what stands in the
+    instructions' `reads` and `writes`.
+    """
+
+    def __init__(self, ctx: Context, program: Program, buffers: Buffers) -> None:
+        self.ctx, self.program, self.buffers = ctx, program, buffers
+        self.sends: list[Message] = []
+        self.recvs: list[Message] = []
+        self.waits: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Run the program to its end."""
+        for instruction in self.program.instructions:
+            METHODS[type(instruction)](self, instruction)
+        self.ctx.kernel.finish()
+
+    def send(self, instruction: Send) -> None:
+        self.sends.append(instruction.message)
+
+    def recv(self, instruction: Recv) -> None:
+        self.recvs.append(instruction.message)
+
+    def post(self, instruction: Post | AllGather) -> None:
+        self.waits.append(self.ctx.post(instruction, self.sends, self.recvs, self.buffers))
+        self.sends, self.recvs = [], []
+
+    def wait(self, _: Wait) -> None:
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            wait()
+
+    def zero(self, instruction: Zero) -> None:
+        for _, rows in _slices(instruction.rows):
+            self.buffers[instruction.buffer][rows] = 0
+
+    def add(self, instruction: Add) -> None:
+        target, source = self.buffers[instruction.target], self.buffers[instruction.source]
+        for src, dst in _slices(instruction.rows):
+            target[dst] += source[src]
+
+    def free(self, _: Free) -> None:
+        """Nothing to do: buffers are there for the whole pass, and rows are used again by others."""
+
+    def unpack(self, instruction: Unpack) -> None:
+        raise NotImplementedError
+
+    def pack(self, instruction: Pack) -> None:
+        raise NotImplementedError
+
+    def attend(self, instruction: Attend) -> None:
+        raise NotImplementedError
+
+    def merge(self, instruction: Merge) -> None:
+        raise NotImplementedError
+
+
+METHODS: dict[type[Instruction], Callable[[Executor, Any], None]] = {
+    Send: lambda executor, i: executor.send(i),
+    Recv: lambda executor, i: executor.recv(i),
+    Post: lambda executor, i: executor.post(i),
+    AllGather: lambda executor, i: executor.post(i),
+    Wait: lambda executor, i: executor.wait(i),
+    Unpack: lambda executor, i: executor.unpack(i),
+    Pack: lambda executor, i: executor.pack(i),
+    Zero: lambda executor, i: executor.zero(i),
+    Attend: lambda executor, i: executor.attend(i),
+    Add: lambda executor, i: executor.add(i),
+    Merge: lambda executor, i: executor.merge(i),
+    Free: lambda executor, i: executor.free(i),
+}
+
+
+class ForwardExecutor(Executor):
+    """The forward pass; see `run_forward`."""
+
+    def __init__(self, ctx: Context, program: Program, q: Tensor, kv: Tensor, dim: int) -> None:
+        self.dtype, self.dim = _compute_dtype(ctx, program, q), dim
+        self.queries = Queries(program, [q], self.dtype)
+        (self.q,) = self.queries.rows
+        shape = (*self.q.shape[:2], kv.shape[-1] - dim)
+        self.out = self.q.new_zeros(shape, dtype=accumulator_dtype(self.q.dtype))
+        # the rounding of lse is an error of every weight of its row, so it is kept in float64
+        self.lse = torch.full_like(self.out[..., 0], -torch.inf, dtype=torch.float64)
+        self.untouched = True  # nothing is in `out` yet
+        partial = (q.shape[1], shape[-1] + 1)
+        buffers = {
+            "kv": kv,
+            "partial_send": self.out.new_empty((len(self.q) - program.tokens, *partial)),
+            "partial_recv": self.out.new_empty((program.received_partial_rows, *partial)),
+        }
+        super().__init__(ctx, program, buffers | self.queries.buffers)
+
+    def unpack(self, instruction: Unpack) -> None:
+        self.queries.unpack(instruction, (self.out, 0.0), (self.lse, -torch.inf))
+        self.untouched = False
+
+    def pack(self, instruction: Pack) -> None:
+        target = self.buffers[instruction.target]
+        for src, dst in _slices(instruction.rows):
+            target[dst, :, :-1], target[dst, :, -1] = self.out[src], self.lse[src]
+
+    def attend(self, instruction: Attend) -> None:
+        ctx, device = self.ctx, self.q.device
+        keys = _Keys(instruction, self.buffers["kv"], self.dtype, self.dim)
+        ctx.kernel.finish()
+        for call in instruction.calls:
+            part, part_lse = ctx.kernel.forward(self.q, keys.k, keys.v, call, ctx.scale)
+            for runs in call.q_runs:
+                for src, dst in _views(runs, device):
+                    if self.untouched and runs.count.tolist() == [len(part)] == [len(self.out)]:
+                        self.out = part.to(self.out.dtype)
+                        self.lse = part_lse.to(self.lse.dtype)
+                    else:
+                        _merge_rows(self.out, self.lse, dst, part[src], part_lse[src])
+                    self.untouched = False
+
+    def merge(self, instruction: Merge) -> None:
+        self.untouched = False
+        for src, dst in _slices(instruction.rows):
+            partial = self.buffers[instruction.source][src]
+            merge_(self.out[dst], self.lse[dst], partial[..., :-1], partial[..., -1])
 
 
 def run_forward(
@@ -169,39 +319,11 @@ def run_forward(
     # kernels would read the memory behind k and v
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     program = ctx.program(backward=False)
-    dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own, kv = program.tokens, ctx.pack(k, v) if kv is None else kv
-    queries = Queries(program, [q], dtype)
-    (q,) = queries.rows
-    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=wide(q.dtype))
-    # the rounding of lse is an error of every weight of its row, so it is kept in float64
-    lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float64)
-    answers = out.new_empty((program.received_partial_rows, q.shape[1], v.shape[-1] + 1))
-    buffers: Buffers = {"kv": kv, "answers": answers, **queries.buffers}
-    untouched = True
-    for t, step in enumerate(program.steps):
-        queries.unpack(step, (out, 0.0), (lse, -torch.inf))
-        if any(m.kind == OUT for m in step.sends):
-            buffers["found"] = torch.cat([out[own:], lse[own:, :, None].to(out.dtype)], dim=-1)
-        wait = ctx.post(program, t, step, buffers)
-        compute = step.compute
-        keys = _Keys(compute, kv, dtype, dim) if compute else None
-        for call in compute.calls if compute else ():
-            assert keys is not None
-            part, part_lse = ctx.kernel.forward(q, keys.k, keys.v, call, ctx.scale)
-            for runs in call.q_runs:
-                for src, dst in _views(runs, q.device):
-                    if untouched and runs.count.tolist() == [len(part)] == [len(out)]:
-                        out, lse = part.to(out.dtype), part_lse.to(lse.dtype)
-                    else:
-                        _merge_rows(out, lse, dst, part[src], part_lse[src])
-                    untouched = False
-        wait()
-        for s, d, n in zip(*(c.tolist() for c in step.merge), strict=True):
-            found = answers[s : s + n]
-            merge_(out[d : d + n], lse[d : d + n], found[..., :-1], found[..., -1])
-    ctx.kernel.finish()
-    return out[:own], lse[:own].to(out.dtype)
+    kv = ctx.pack(k, v) if kv is None else kv
+    executor = ForwardExecutor(ctx, program, q, kv, k.shape[-1])
+    executor.run()
+    out, own = executor.out, program.tokens
+    return out[:own], executor.lse[:own].to(out.dtype)
 
 
 def _merge_rows(out: Tensor, lse: Tensor, dst: Any, part: Tensor, part_lse: Tensor) -> None:
@@ -210,6 +332,57 @@ def _merge_rows(out: Tensor, lse: Tensor, dst: Any, part: Tensor, part_lse: Tens
     merge_(rows, row_lse, part, part_lse)
     if not isinstance(dst, slice):
         out[dst], lse[dst] = rows, row_lse
+
+
+class BackwardExecutor(Executor):
+    """The backward pass; see `run_backward`."""
+
+    def __init__(
+        self, ctx: Context, program: Program, tensors: Sequence[Tensor], kv: Tensor, dim: int
+    ) -> None:
+        q, own = tensors[0], program.tokens
+        self.dtype, self.dim = _compute_dtype(ctx, program, q), dim
+        exact = accumulator_dtype(q.dtype)
+        sent = ctx.grad_comm_dtype or exact
+        self.queries = Queries(program, tensors, self.dtype)
+        self.dkv = kv.new_empty((own + program.remote_grad_rows, *kv.shape[1:]), dtype=exact)
+        self.dkv[:own] = 0
+        self.dq = torch.zeros_like(self.queries.rows[0], dtype=exact)
+        buffers = {
+            "kv": kv,
+            "dkv": self.dkv,
+            "dkv_recv": kv.new_empty((program.grad_receive_rows, *kv.shape[1:]), dtype=sent),
+            "dq": self.dq,
+            "partial_recv": q.new_empty((program.received_partial_rows, *q.shape[1:]), dtype=sent),
+        }
+        super().__init__(ctx, program, buffers | self.queries.buffers)
+
+    def unpack(self, instruction: Unpack) -> None:
+        self.queries.unpack(instruction, (self.dq, 0.0))
+
+    def attend(self, instruction: Attend) -> None:
+        keys = _Keys(instruction, self.buffers["kv"], self.dtype, self.dim)
+        kernel, scale = self.ctx.kernel, self.ctx.scale
+        q, dout, out, lse = self.queries.rows
+        kernel.finish()
+        runs, count, dim, dkv = instruction.grads, len(keys.rows), self.dim, self.dkv
+        direct = len(runs) == 1 and len(runs[0].src) == 1 and int(runs[0].count[0]) == count
+        if direct:
+            start = int(runs[0].dst[0])
+            target = dkv[start : start + count]
+        else:
+            target = dkv.new_zeros(keys.rows.shape)
+        for call in instruction.calls:
+            dq_part, dk_part, dv_part = kernel.backward(
+                dout, q, keys.k, keys.v, out, lse, call, scale
+            )
+            for rows in call.q_runs:
+                _add(self.dq, dq_part, rows)
+            for rows in call.k_runs:
+                _add(target[..., :dim], dk_part, rows)
+                _add(target[..., dim:], dv_part, rows)
+        for rows in () if direct else runs:
+            _add(dkv, target, rows)
 
 
 def run_backward(
@@ -231,78 +404,22 @@ def run_backward(
     Returns:
         dq [T, H, D], dk [T, K, D], dv [T, K, E] in float32, or float64 for float64 inputs.
     """
-    program = ctx.program(backward=True)
-    dtype, dim = _compute_dtype(ctx, program, q), k.shape[-1]
-    own, kv = program.tokens, ctx.pack(k, v) if kv is None else kv
-    exact = wide(q.dtype)
-    wire = ctx.grad_comm_dtype or exact
-    queries = Queries(program, [q, dout, out, lse], dtype)
-    q, dout, out, lse = queries.rows
-    grad = kv.new_empty((own + program.remote_grad_rows, *kv.shape[1:]), dtype=exact)
-    grad[:own] = 0
-    dq = torch.zeros_like(q, dtype=exact)
-    buffers: Buffers = {
-        "kv": kv,
-        **queries.buffers,
-        "grad": grad,
-        "landing": kv.new_empty((program.grad_receive_rows, *kv.shape[1:]), dtype=wire),
-        "found": dq[own:],
-        "answers": q.new_empty((program.received_partial_rows, *q.shape[1:]), dtype=wire),
-    }
-    for t, step in enumerate(program.steps):
-        queries.unpack(step, (dq, 0.0))
-        wait = ctx.post(program, t, step, buffers)
-        for low, count in zip(step.clear.dst.tolist(), step.clear.count.tolist(), strict=True):
-            grad[low : low + count] = 0
-        if step.compute:
-            keys = _Keys(step.compute, kv, dtype, dim)
-
-            def part(call: Any, keys: _Keys = keys) -> tuple[Tensor, Tensor, Tensor]:
-                return ctx.kernel.backward(dout, q, keys.k, keys.v, out, lse, call, ctx.scale)
-
-            _contribute(step.compute, keys, part, dq, grad, dim)
-        wait()
-        _add_in_turn(grad, buffers["landing"], step.add)
-        _add_in_turn(dq, buffers["answers"], step.merge)
-    ctx.kernel.finish()
-    return dq[:own], grad[:own, :, :dim], grad[:own, :, dim:]
+    program, dim = ctx.program(backward=True), k.shape[-1]
+    kv = ctx.pack(k, v) if kv is None else kv
+    executor = BackwardExecutor(ctx, program, [q, dout, out, lse], kv, dim)
+    executor.run()
+    own, dkv = program.tokens, executor.dkv
+    return executor.dq[:own], dkv[:own, :, :dim], dkv[:own, :, dim:]
 
 
 def _compute_dtype(ctx: Context, program: Program, q: Tensor) -> torch.dtype:
-    """One call a pass: the plain kernel as it is. Several: in a dtype in which parts add up exactly."""
+    """One call per pass: the kernel as it is. Several: in a dtype in which parts add up exactly."""
     alone = (
         program.num_calls <= 1
         and not program.remote_query_rows
         and not program.received_partial_rows
     )
     return q.dtype if alone else ctx.kernel.partial_dtype(q.dtype)
-
-
-def _contribute(
-    compute: Compute,
-    keys: _Keys,
-    part: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
-    dq: Tensor,
-    grad: Tensor,
-    dim: int,
-) -> None:
-    """Add one step's dq, and its dk, dv to the rows of `grad` of the keys it has used."""
-    runs, count = compute.grads, len(keys.rows)
-    direct = len(runs) == 1 and len(runs[0].src) == 1 and int(runs[0].count[0]) == count
-    if direct:
-        start = int(runs[0].dst[0])
-        target = grad[start : start + count]
-    else:
-        target = grad.new_zeros(keys.rows.shape)
-    for call in compute.calls:
-        dq_part, dk_part, dv_part = part(call)
-        for one in call.q_runs:
-            _add(dq, dq_part, one)
-        for one in call.k_runs:
-            _add(target[..., :dim], dk_part, one)
-            _add(target[..., dim:], dv_part, one)
-    for one in () if direct else runs:
-        _add(grad, target, one)
 
 
 def _no_autocast(x: Tensor) -> Any:
@@ -386,23 +503,22 @@ class Queries:
             return
         q = tensors[0]
         packed = torch.cat([_bits(x, q.dtype) for x in tensors], dim=-1)
-        wire = packed.new_empty((own + program.remote_query_rows, *packed.shape[1:]))
-        wire[:own] = packed
-        self.buffers["q"] = wire
+        travelling = packed.new_empty((own + program.remote_query_rows, *packed.shape[1:]))
+        travelling[:own] = packed
+        self.buffers["q"] = travelling
         self.widths = [_bits(x, q.dtype).shape[-1] for x in tensors]
-        grown = [x.new_empty((len(wire), *x.shape[1:])) for x in self.rows]
+        grown = [x.new_empty((len(travelling), *x.shape[1:])) for x in self.rows]
         for x, mine in zip(grown, self.rows, strict=True):
             x[:own] = mine
         self.rows = grown
 
-    def unpack(self, step: Step, *found: tuple[Tensor, float]) -> None:
-        """Unpack the step's remote queries; their rows of each `found` tensor begin at the given value."""
-        for low, count in zip(step.fresh.src.tolist(), step.fresh.count.tolist(), strict=True):
-            here = slice(low, low + count)
+    def unpack(self, instruction: Unpack, *results: tuple[Tensor, float]) -> None:
+        """Take remote queries apart; their rows of each result begin at the value beside it."""
+        for _, here in _slices(instruction.rows):
             parts = self.buffers["q"][here].split(self.widths, -1)
             for x, part in zip(self.rows, parts, strict=True):
                 x[here] = part.contiguous().view(x.dtype)[..., 0] if x.dim() == 2 else part
-            for x, value in found:
+            for x, value in results:
                 x[here] = value
 
 

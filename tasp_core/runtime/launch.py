@@ -169,6 +169,9 @@ def launch(
         PlanError: ranks below 1, impossible time-outs, or a platform that cannot fork.
         ImportError: torch is missing, or older than the oldest that was tried.
         RankError: names the rank that raised, died or hung first; all ranks are ended.
+
+    >>> launch(lambda rank, group, base: base + rank, 3, 10)
+    [10, 11, 12]
     """
     if isinstance(ranks, bool | str) or int(ranks) != ranks or ranks < 1:
         raise PlanError(f"launch needs a whole number of ranks >= 1, got {ranks!r}")

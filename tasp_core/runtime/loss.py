@@ -120,6 +120,11 @@ def token_loss(
         LayoutError: shapes do not match; labels that are no token ids or, on a CPU, outside the
             vocabulary. On a CPU all ranks of the group raise, on a GPU the rank itself.
         PlanError: a group of another size than the plan's.
+
+    >>> logits, labels = torch.zeros(3, 4), torch.tensor([1, 2, -100])
+    >>> total, count = token_loss(logits, labels)
+    >>> round(float(total / count), 4), int(count)              # log 4: four values, equally likely
+    (1.3863, 2)
     """
     started = dist.is_available() and dist.is_initialized()
     alone = not started or (group is None and plan is not None and plan.ranks == 1)

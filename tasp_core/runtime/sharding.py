@@ -88,6 +88,10 @@ def shard(tensor: Tensor, plan: Plan, rank: int, dim: int = 0) -> Tensor:
 
     Raises:
         LayoutError: `dim` has another size.
+
+    >>> from tasp_core import plan
+    >>> shard(torch.arange(8), plan([8], ranks=2, layout="zigzag"), 0).tolist()
+    [0, 1, 6, 7]
     """
     _check_tokens(tensor, dim, plan.docs.total, "shard")
     index = torch.from_numpy(plan.tokens(rank)).to(tensor.device)
@@ -104,6 +108,11 @@ def shard_batch(
 
     Returns:
         (the batch with the same keys, names of what was sharded)
+
+    >>> from tasp_core import plan
+    >>> batch = {"ids": torch.arange(8), "step": 3}
+    >>> shard_batch(batch, plan([8], ranks=2), 1)
+    ({'ids': tensor([2, 3, 4, 5]), 'step': 3}, ('ids',))
     """
 
     def per_token(x: Any) -> bool:
@@ -119,6 +128,11 @@ def unshard(pieces: Sequence[Tensor], plan: Plan, dim: int = 0) -> Tensor:
 
     Raises:
         LayoutError: not one piece per rank, or a piece with another number of tokens.
+
+    >>> from tasp_core import plan
+    >>> p = plan([8], ranks=2)
+    >>> unshard([shard(torch.arange(8), p, rank) for rank in range(2)], p).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
     if len(pieces) != plan.ranks:
         raise LayoutError(f"unshard needs {plan.ranks} pieces, one per rank, got {len(pieces)}")
@@ -161,6 +175,11 @@ def gather(local: Tensor, plan: Plan, group: Any = None, dim: int = 0) -> Tensor
 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
+
+    >>> from tasp_core import launch, plan
+    >>> p = plan([8], ranks=2)
+    >>> launch(lambda rank, group: gather(shard(torch.arange(8), p, rank), p, group).tolist(), 2)
+    [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
     call = _Call(local, dim, plan, group, "gather")
     if plan.ranks == 1:
@@ -229,6 +248,11 @@ def roll(local: Tensor, plan: Plan, group: Any = None, shift: int = 1, dim: int 
 
     Raises:
         LayoutError: on every rank, when one's `dim` does not have its number of tokens.
+
+    >>> from tasp_core import launch, plan
+    >>> p = plan([5, 3], ranks=2)               # rank 0 has tokens 0, 1, 6, 7; rank 1 the others
+    >>> launch(lambda rank, group: roll(shard(torch.arange(8), p, rank), p, group).tolist(), 2)
+    [[1, 2, 7, 0], [3, 4, 0, 6]]
     """
     call = _Call(local, dim, plan, group, "roll", shift)
     rows = local.movedim(dim, 0).contiguous()

@@ -1,28 +1,29 @@
 """Double ring: KV goes round inside each node while it moves on to the next node (LoongTrain).
 
-In round j = 0 .. u - 1 a rank brings what its rail brought in round j - 1 (in round 0 its own KV) round
-the rings of its node, m - 1 steps, and meanwhile passes it on to its rail in the next node:
+Rank k m + r is local rank r of node k; ranks with equal r form a rail. In round j = 0 .. u - 1 a rank
+sends the KV that came over its rail in round j - 1 (in round 0 its own KV) round the rings of its node,
+which takes m - 1 steps. Meanwhile it sends the same KV over its rail to the next node:
 
     ring    k m + x -> k m + y          step j L + d     x, y neighbours on ring i of K_m, d < m - 1
-    rail    (k - 1) m + r -> k m + r    step (j - 1) L + i mod L            L = m - 1 steps a round
+    rail    (k - 1) m + r -> k m + r    step (j - 1) L + i mod L            L = m - 1 steps per round
 
-"rings": "all" cuts KV into one share for each ring of K_m, which then loads all links alike; "one"
-sends it whole round one ring, as published. A gradient rides one hop behind its keys round the node,
-and goes from where it entered the node straight home. Source: LoongTrain (Gu et al. 2024).
+"rings": "all" cuts KV into one share for each ring of K_m, which loads all links of a node equally;
+"one" sends all of it round one ring, as published. A gradient follows one hop behind its KV round the
+node; from the rank at which the KV entered the node it goes directly to its owner.
+Source: LoongTrain (Gu et al. 2024).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError
 from .hamiltonian import Rings, decompose
 from .hops import DKV, KV, Hops
-from .schedule import DeclaredLimits, Schedule
+from .schedule import DeclaredLimits, Example, Schedule, option
 
 RINGS = ("all", "one")
 
@@ -31,9 +32,12 @@ RINGS = ("all", "one")
 class DoubleRing(Schedule):
     """rings inside nodes, an outer ring between them, one round after the other (LoongTrain)"""
 
-    rings: str = "all"
+    rings: str = option("all", 'rings inside a node: "all" of its full mesh, or "one"')
 
     name = "double_ring"
+    order = 20
+    example = Example("mesh3x2", steps=4)
+    buffer_slack = 1.2
     rank_symmetric = True
 
     def __post_init__(self) -> None:
@@ -45,14 +49,10 @@ class DoubleRing(Schedule):
 
     @cached_property
     def node_rings(self) -> Rings:
-        """The rings of local ranks, one a share."""
+        """The rings of local ranks, one per share."""
         m = self.node_size
         one = m == 1 or self.rings == "one"
         return Rings(np.arange(m, dtype=np.int64)[None, :], 0) if one else decompose(m)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "rings": self.rings}
 
     @property
     def num_shares(self) -> int:
@@ -60,19 +60,19 @@ class DoubleRing(Schedule):
 
     @property
     def round(self) -> int:
-        """Steps a round, L."""
+        """Steps per round, L."""
         return max(1, self.node_size - 1)
 
     @property
     def limits(self) -> DeclaredLimits:
         nodes = self.ranks // self.node_size
         rails = -(-self.num_shares // self.round) if nodes > 1 else 0
-        # two steps' arrivals on rings; for the next round, a rank's KV and what still has to go on
+        # arrivals of two steps on rings; for the next round, one rank's KV and what still has to go on
         waiting = 1 + rails / self.num_shares * (nodes > 2) if rails and self.node_size > 1 else 0
         return DeclaredLimits(max(1, self.node_rings.fold), rails, 2.0 + waiting)
 
     def _inside(self, kind: int, rank: int | None) -> Hops:
-        """Hops round the nodes; gradients follow one hop behind and close the ring."""
+        """Hops round the rings of nodes; gradients follow one hop behind and close the ring."""
         m, u = self.node_size, self.ranks // self.node_size
         cycle = self.node_rings.array
         ring = np.arange(len(cycle))[:, None, None, None, None]
@@ -89,7 +89,7 @@ class DoubleRing(Schedule):
         return Hops.grid(kind, m > 1, step, local, after, owner, ring)
 
     def _between(self, kind: int, rank: int | None) -> Hops:
-        """Rails to the next node; gradients go straight home once the node's sum is complete."""
+        """Hops to the next node; gradients go directly to the owner once the node's sum is complete."""
         m, u, length = self.node_size, self.ranks // self.node_size, self.round
         share = np.arange(self.num_shares)
         j = np.arange(1, u)[:, None]

@@ -3,7 +3,7 @@
 K_n, the complete digraph on n ranks, splits into n - 1 arc-disjoint Hamiltonian cycles for every n
 except 4 and 6 (Tillson 1980): n - 1 rings that together use every directed link exactly once. For
 n = 4 and 6 we return 2(n - 1) cycles that use every link exactly twice ("fold 2"), which loads the
-links just as evenly once a rank's keys are cut into 2(n - 1) shares.
+links just as evenly once a rank's KV is cut into 2(n - 1) shares.
 
     >>> decompose(3).cycles
     ((2, 0, 1), (2, 1, 0))
@@ -68,8 +68,8 @@ class Rings:
             wrong = np.argwhere(self.pair_counts() != self.fold * (1 - np.eye(n, dtype=np.int64)))
             if wrong.size:
                 src, dst = wrong[0]
-                found = self.pair_counts()[src, dst]
-                raise TopologyError(f"link {src}>{dst} is used {found} times, expected {self.fold}")
+                uses = self.pair_counts()[src, dst]
+                raise TopologyError(f"link {src}>{dst} is used {uses} times, expected {self.fold}")
         return self
 
 
@@ -147,12 +147,12 @@ def node_rings(node_size: int, num_nodes: int, *, rail_aligned: bool) -> Rings:
     """m rings over u nodes of m ranks, (m-K_m-m)^u: a Hamiltonian path in each node, then one hop on.
 
     Ring i walks i + (0, 1, -1, 2, ...) mod m inside a node. Every ordered pair inside a node and
-    every hop between nodes carries one share a step. As published, ring i enters every node at
+    every hop between nodes carries one share per step. As published, ring i enters every node at
     local rank i, so that every hop between nodes changes its local rank ("rail"). Rail-aligned,
     node k walks path i + k m/2, so that hops keep their rail (for odd u, all but those of one border).
 
     Args:
-        node_size: m, ranks a node, even.
+        node_size: m, ranks per node, even.
         num_nodes: u >= 2.
 
     Raises:
@@ -164,7 +164,7 @@ def node_rings(node_size: int, num_nodes: int, *, rail_aligned: bool) -> Rings:
     m, u = node_size, num_nodes
     if m < 2 or m % 2:
         raise TopologyError(
-            f"paths through nodes need an even number of ranks a node, got {m}; "
+            f"paths through nodes need an even number of ranks per node, got {m}; "
             "use schedule 'wave' (any node size) or 'tasp' over all ranks"
         )
     if u < 2:

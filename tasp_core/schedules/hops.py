@@ -1,13 +1,15 @@
-"""Hops: what a schedule is made of.
+"""Hops: the messages that a schedule consists of.
 
 A hop is `(step, src, dst, owner, share, kind)`: in communication step `step`, rank `src` sends rank
-`dst` something of share `share` of rank `owner`. Compute step t uses what arrived in communication
-step t - 1; own keys are computed at step 0, unless a schedule fills its bubbles with them.
+`dst` something of share `share` of rank `owner`; a share is one chunk of a rank's tokens. Compute step t
+uses what arrived in communication step t - 1. A rank computes on its own KV in compute step 0, unless a
+schedule puts that work into steps that have little else to compute.
 
-    kv    its keys and values; in the backward pass they travel again by the same hops
-    dkv   what has been summed of their gradient, in the backward pass
-    q     its queries (backward: with the gradient of their output), where a schedule moves them
-    out   what remote queries found, (out, lse), straight home;  dq: the same in the backward pass
+    kv    the share's keys and values; in the backward pass they travel again by the same hops
+    dkv   the sum so far of the gradient of its KV, in the backward pass
+    q     its queries (backward: with the gradient of their output), where a schedule moves queries
+    out   partial outputs of its queries, (out, lse), directly to their owner
+    dq    the gradient of its queries, directly to their owner, in the backward pass
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from ..errors import PlanError
 
 EXCHANGES = ("p2p", "all_to_all")
 KINDS = ("kv", "dkv", "q", "out", "dq")
-MOST_PLACES = 1 << 27  # of shares on ranks, in a table
+MOST_PLACES = 1 << 27  # (rank, owner, share) triples of a table that is proved
 KV, DKV, Q, OUT, DQ = range(5)
 
 
 class Hops(NamedTuple):
-    """The hop table by column; int64 arrays of equal length, sorted by nothing in particular."""
+    """The hop table by column: int64 arrays of equal length, in no particular order."""
 
     step: np.ndarray
     src: np.ndarray
@@ -53,18 +55,18 @@ class Hops(NamedTuple):
         return self.where(np.lexsort(keys[::-1]))
 
     def lines(self) -> list[str]:
-        """Each hop as a word, "t3 2>5 kv1.4": at step 3 rank 2 sends rank 5 share 4 of rank 1's KV."""
+        """Each hop as text, "t3 2>5 kv1.4": at step 3 rank 2 sends rank 5 share 4 of rank 1's KV."""
         return [
             f"t{t} {a}>{b} {KINDS[kind]}{owner}.{share}"
             for t, a, b, owner, share, kind in zip(*(c.tolist() for c in self), strict=True)
         ]
 
     @classmethod
-    def parse(cls, words: Iterable[str]) -> Hops:
-        """Read words back; `Hops.parse(h.lines())` is `h`.
+    def parse(cls, lines: Iterable[str]) -> Hops:
+        """Read hops from text; `Hops.parse(h.lines())` is `h`.
 
         Raises:
-            PlanError: a word that is not a hop.
+            PlanError: a line that is not a hop.
 
         >>> Hops.parse(["t3 2>5 kv1.4"]).lines()
         ['t3 2>5 kv1.4']
@@ -74,10 +76,10 @@ class Hops(NamedTuple):
         form = re.compile(
             rf"t{number} {number}>{number} ({'|'.join(KINDS)}){number}\.{number}", re.ASCII
         )
-        for word in words:
-            match = form.fullmatch(word.strip()) if isinstance(word, str) else None
+        for line in lines:
+            match = form.fullmatch(line.strip()) if isinstance(line, str) else None
             if not match:
-                raise PlanError(f"cannot read hop {word!r:.80}; a hop looks like 't3 2>5 kv1.4'")
+                raise PlanError(f"cannot read hop {line!r:.80}; a hop looks like 't3 2>5 kv1.4'")
             step, src, dst, kind, owner, share = match.groups()
             rows.append([int(x) for x in (step, src, dst, owner, share)] + [KINDS.index(kind)])
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
@@ -108,9 +110,9 @@ class Hops(NamedTuple):
 
 
 class OffloadedPairs(NamedTuple):
-    """Pairs computed away from home: queries of (q_owner, q_share) with keys of (owner, share).
+    """Offloaded attention pairs: queries of (q_owner, q_share) with the KV of (owner, share).
 
-    Rank `rank`, which is not q_owner, computes them at compute step `step`; int64 arrays.
+    Rank `rank`, which is not q_owner, computes them in compute step `step`; int64 arrays.
     """
 
     step: np.ndarray

@@ -1,17 +1,20 @@
 """The paced wave: the wave's arcs (wave.py) in as few steps as keep all links and NICs busy.
 
-The wave sends its block t in step t, to peers and to the next node alike, so its first and last steps
-leave links or NICs idle, and few of them have to be many. Here a step is a quota: `nic` shares a rank
-sends to other nodes, `link` shares to each peer. Rails go first, nearest nodes first, for others wait
-for them; then twins. Mates get what came from afar first, then the rank's own, which fills the gaps.
+The wave sends block t in step t, to node peers and to the next node alike. Its first and last steps
+leave links or NICs idle, so that it needs many steps. Here each step has quotas: a rank sends at most
+`nic` shares to other nodes, and at most `link` shares to each node peer. Within the quotas, a step takes
 
-`twins` whole shares, instead of parts of each, reach peers of other nodes over the peers' own rails.
-Gradients return by the reversed arcs in inverse causal order. Two nodes of 8 need 3 steps where the wave
-needs 16, at the price of larger buffers. Source: this project's own.
+    to other nodes    rails first, nearest nodes first, for others wait for them; then duplicated chunks
+    to node peers     shares of other nodes first; the rank's own shares fill what is left
+
+The first `twins` shares of every rank are the duplicated chunks: they reach ranks of other nodes over
+those ranks' own rails. Gradients return over the reversed arcs in reverse order. Two nodes of 8 ranks
+need 3 steps where the wave needs 16, at the price of larger buffers. Source: this project's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -20,36 +23,41 @@ import numpy as np
 
 from ..errors import PlanError
 from ..machines.machine import Machine
-from .schedule import DeclaredLimits
+from ..sequence.layouts import Layout
+from .counts import last_uses, live_table
+from .schedule import DeclaredLimits, Example, option
 from .wave import Times, Wave, link_gbps
 
 MOST_STEPS = 64
 MOST_NODES = 16
 MOST_TRIED = 400
 SHARES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 21, 28, 35, 56)
+SMALL_BUFFER = 4.0  # KV in the buffer of the second set of quotas that `select` tries
 
 
-class Pace(NamedTuple):
-    """Steps of the arcs by node distance: rails and fans by share, twins by (share, peer)."""
+class ArcSteps(NamedTuple):
+    """Steps of the arcs by node distance: rails and broadcasts by share, duplicates by (share, peer)."""
 
     rail: list[list[int]]
-    fan: list[list[int]]
-    twin: list[list[int]]
-    loads: list[tuple[int, int]]  # shares a NIC, shares a link, in each step
+    broadcast: list[list[int]]
+    duplicate: list[list[int]]
+    loads: list[tuple[int, int]]  # of each step: shares per NIC, shares per link
 
 
 @lru_cache(maxsize=4096)
-def pace(m: int, u: int, shares: int, twins: int, nic: int, link: int) -> Pace | None:
-    """Fill steps up to the quotas; None where that takes more than MOST_STEPS or makes no end."""
+def arc_steps(m: int, u: int, shares: int, twins: int, nic: int, link: int) -> ArcSteps | None:
+    """Fill steps up to the quotas `nic` and `link`.
+
+    Returns None where more than MOST_STEPS steps are needed, or where no step can be filled.
+    """
     lists: list[list[list[int]]] = [[[] for _ in range(u)] for _ in range(3)]
-    rail, fan, twin = lists
+    rail, broadcast, duplicate = lists
     loads: list[tuple[int, int]] = []
-    found = Pace(rail, fan, twin, loads)
     each = twins * (m - 1)
     left = (u - 1) * (shares + each), (m > 1) * (shares + (u - 1) * (shares - twins))
     while max(left) > 0:
-        held = [shares, *(len(x) for x in rail[1:])]
-        own, passed = len(fan[0]), [len(x) for x in twin]
+        arrived = [shares, *(len(x) for x in rail[1:])]
+        own, passed = len(broadcast[0]), [len(x) for x in duplicate]
         before, quota, t = left, [nic, link], len(loads)
 
         def take(
@@ -60,33 +68,33 @@ def pace(m: int, u: int, shares: int, twins: int, nic: int, link: int) -> Pace |
             done.extend([t] * count)
 
         for j in range(1, u):
-            take(rail[j], held[j - 1], 0)
+            take(rail[j], arrived[j - 1], 0)
         for j in range(1, u):
-            take(twin[j], min(own, twins) * (m - 1) if j == 1 else passed[j - 1], 0)
+            take(duplicate[j], min(own, twins) * (m - 1) if j == 1 else passed[j - 1], 0)
         for j in range(1, u if m > 1 else 1):
-            take(fan[j], held[j] - twins, 1)
-        take(fan[0], shares * (m > 1), 1)
+            take(broadcast[j], arrived[j] - twins, 1)
+        take(broadcast[0], shares * (m > 1), 1)
         loads.append((nic - quota[0], link - quota[1]))
         left = before[0] - loads[-1][0], before[1] - loads[-1][1]
         if left == before or t >= MOST_STEPS:
             return None
-    return found
+    return ArcSteps(rail, broadcast, duplicate, loads)
 
 
-def best_pace(
+def best_quotas(
     machine: Machine, kv_bytes: float = 64e6, buffer_kv: float = float("inf")
 ) -> dict[str, int]:
-    """The options with the least time for `kv_bytes` of KV a rank.
+    """The options with the least time for `kv_bytes` bytes of KV per rank.
 
     Args:
-        buffer_kv: the most travelling KV a rank may hold, in multiples of its own; where none of
-            the quickest fits, the one of them that holds least.
+        buffer_kv: the most KV of other ranks that a rank may hold, as a multiple of its own. Where
+            none of the MOST_TRIED quickest options fits, the one with the smallest buffer is taken.
 
     Raises:
         PlanError: more than MOST_NODES nodes.
 
     >>> from tasp_core import machine
-    >>> best_pace(machine("h100x2"))
+    >>> best_quotas(machine("h100x2"))
     {'blocks': 14, 'twins': 1, 'nic': 7, 'link': 9}
     """
     return dict(
@@ -111,54 +119,74 @@ def _search(machine: Machine, kv_bytes: float, buffer_kv: float) -> tuple[int, i
             for nic in {-(-total // steps) for steps in range(u, MOST_STEPS)}:
                 for slack in (0.85, 0.9, 1.0, 1.1, 1.25):
                     link = max(1, round(nic * links / nics * slack)) if m > 1 else 1
-                    found = pace(m, u, shares, twins, nic, link) if twins < shares else None
-                    if found:
-                        busy = sum(max(a / nics, b / links) for a, b in found.loads)
-                        latency = len(found.loads) * machine.latency_s
+                    arcs = arc_steps(m, u, shares, twins, nic, link) if twins < shares else None
+                    if arcs:
+                        busy = sum(max(a / nics, b / links) for a, b in arcs.loads)
+                        latency = len(arcs.loads) * machine.latency_s
                         seconds = busy * kv_bytes / 1e9 / shares + latency
                         seen.append((seconds, (shares, twins, nic, link)))
-    held = []
+    buffers = []
     for _, quota in sorted(seen)[:MOST_TRIED]:
-        found = pace(m, u, *quota)
-        held.append((most_held(found, m, quota[0]) if found else float("inf"), quota))
-        if held[-1][0] <= buffer_kv:
+        arcs = arc_steps(m, u, *quota)
+        buffers.append((most_held(arcs, m, quota[0]) if arcs else float("inf"), quota))
+        if buffers[-1][0] <= buffer_kv:
             break
-    return (held[-1] if held[-1][0] <= buffer_kv else min(held))[1]
+    return (buffers[-1] if buffers[-1][0] <= buffer_kv else min(buffers))[1]
 
 
-def most_held(found: Pace, m: int, shares: int) -> float:
-    """The most travelling KV a rank holds, as a multiple of its own: all ranks hold the same."""
-    steps, u = len(found.loads), len(found.rail)
-    change = np.zeros(steps + 2, dtype=np.int64)
+def most_held(arcs: ArcSteps, m: int, shares: int) -> float:
+    """The most KV of other ranks that a rank holds, as a multiple of its own; equal on all ranks."""
+    u = len(arcs.rail)
+    first, last = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
 
     def alive(births: list[int], *uses: list[int]) -> None:
-        last = np.asarray(births, dtype=np.int64) + 1
-        np.add.at(change, last - 1, 1)
-        for x in uses:
-            both = min(len(last), len(x))
-            last[:both] = np.maximum(last[:both], x[:both])
-        np.add.at(change, last + 1, -1)
+        first.append(np.asarray(births, dtype=np.int64))
+        used = (np.asarray(steps[: len(births)], dtype=np.int64) for steps in uses)
+        last.append(last_uses(first[-1] + 1, *((np.arange(len(x)), x) for x in used)))
 
     for j in range(u):
-        twins = len(found.twin[1]) // max(1, m - 1) if u > 1 else 0
-        onward = found.twin[j + 1] if j + 1 < u else []
+        twins = len(arcs.duplicate[1]) // max(1, m - 1) if u > 1 else 0
+        onward = arcs.duplicate[j + 1] if j + 1 < u else []
         if j:
-            fans = [0] * twins + found.fan[j]
-            alive(found.rail[j], fans, found.rail[j + 1] if j + 1 < u else [])
-            alive(found.twin[j], onward)
-        for d in range(m - 1):  # from each peer, its share s; the first ones go on as twins
-            alive(found.fan[j], onward[d :: m - 1] if j == 0 else [])
-    return float(np.cumsum(change).max()) / shares
+            broadcasts = [0] * twins + arcs.broadcast[j]
+            alive(arcs.rail[j], broadcasts, arcs.rail[j + 1] if j + 1 < u else [])
+            alive(arcs.duplicate[j], onward)
+        for d in range(m - 1):  # from each peer, its share s; the first ones go on as duplicates
+            alive(arcs.broadcast[j], onward[d :: m - 1] if j == 0 else [])
+    arrives, leaves = np.concatenate(first), np.concatenate(last)
+    live = live_table(1, np.zeros_like(arrives), arrives, leaves)
+    return float(live.max(initial=0)) / shares
 
 
 @dataclass(frozen=True)
 class Paced(Wave):
     """the wave in few, full steps: nearest the bound on nodes, with larger buffers"""
 
-    nic: int = 1
-    link: int = 1
+    nic: int = option(1, "shares that a rank sends to other nodes in a step, at most")
+    link: int = option(1, "shares that a rank sends to each node peer in a step, at most")
 
     name = "paced"
+    order = 70
+    example = Example("mesh2x2", steps=3, options={"blocks": 3, "twins": 1, "nic": 2, "link": 2})
+    buffer_slack = 1.2
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        """The quickest options for 64 MB of KV per rank, unless all four are asked for."""
+        if set(options) >= {"blocks", "twins", "nic", "link"} or machine.num_nodes == 1:
+            return dict(options)
+        return {**best_quotas(machine), **options}
+
+    @classmethod
+    def candidates(cls, machine: Machine, kv_bytes: float) -> Iterable[dict[str, Any]]:
+        """The quickest quotas for this much KV, and the quickest ones that need little memory."""
+        if not 1 < machine.num_nodes <= MOST_NODES:
+            return ({},)
+        limits = float("inf"), SMALL_BUFFER
+        quick, small = (best_quotas(machine, kv_bytes, most) for most in limits)
+        return (quick, small) if small != quick else (quick,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,44 +200,38 @@ class Paced(Wave):
             raise PlanError(f"schedule 'paced': twins must be below blocks, {self.blocks}")
         if self.num_nodes == 1:
             raise PlanError("schedule 'paced' needs at least two nodes; use 'wave' on one node")
-        if self._pace is None:
+        if self._arc_steps is None:
             raise PlanError(
                 f"schedule 'paced': quotas too small for {MOST_STEPS} steps; raise them"
             )
 
     @cached_property
-    def _pace(self) -> Pace | None:
+    def _arc_steps(self) -> ArcSteps | None:
         quota = self.nic, self.link
-        return pace(self.node_size, self.num_nodes, self.blocks, self.twins, *quota)
+        return arc_steps(self.node_size, self.num_nodes, self.blocks, self.twins, *quota)
 
     @property
     def parts(self) -> int:
         return 1
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "nic": self.nic, "link": self.link}
-
     @cached_property
     def limits(self) -> DeclaredLimits:
-        assert self._pace is not None
-        nics, links = (max(x) for x in zip(*self._pace.loads, strict=True))
-        return DeclaredLimits(links, nics, most_held(self._pace, self.node_size, self.blocks))
+        assert self._arc_steps is not None
+        nics, links = (max(x) for x in zip(*self._arc_steps.loads, strict=True))
+        return DeclaredLimits(links, nics, most_held(self._arc_steps, self.node_size, self.blocks))
 
-    def _twin(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
+    def _duplicated(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
         return (d >= 1) & (e < self.twins)
 
-    def _times(self, j: np.ndarray, d: np.ndarray, e: np.ndarray, twin: np.ndarray) -> Times:
-        assert self._pace is not None
-        u, m = self.num_nodes, self.node_size
-        rail, fan, over = np.zeros((3, u, m, self.blocks, 1), dtype=np.int64)
+    def _times(self, j: np.ndarray, d: np.ndarray, e: np.ndarray, duplicated: np.ndarray) -> Times:
+        assert self._arc_steps is not None
+        u, m, arcs = self.num_nodes, self.node_size, self._arc_steps
+        rail, broadcast, duplicate = np.zeros((3, u, m, self.blocks, 1), dtype=np.int64)
         for k in range(u):
-            rail[k, :, :, 0] = self._pace.rail[k] if k else 0
-            fan[k, :, self.twins if k else 0 :, 0] = self._pace.fan[k] if m > 1 else 0
+            rail[k, :, :, 0] = arcs.rail[k] if k else 0
+            broadcast[k, :, self.twins if k else 0 :, 0] = arcs.broadcast[k] if m > 1 else 0
             if k and self.twins:
-                steps = np.reshape(self._pace.twin[k], (self.twins, m - 1))
-                over[k, 1:, : self.twins, 0] = steps.T
-        last = 2 * len(
-            self._pace.loads
-        )  # inverse_causal: the latest arcs first, two steps after them
-        return (fan, last - fan), (rail, last - rail), (over, last - over)
+                steps = np.reshape(arcs.duplicate[k], (self.twins, m - 1))
+                duplicate[k, 1:, : self.twins, 0] = steps.T
+        last = 2 * len(arcs.loads)  # reverse order: the gradient of the last arc two steps after it
+        return (broadcast, last - broadcast), (rail, last - rail), (duplicate, last - duplicate)

@@ -1,18 +1,20 @@
-"""Schedules that move queries: whole ranks' queries and keys meet where neither or one of them lives.
+"""Schedules that move queries: where the queries of one rank meet the KV of another is a choice.
 
-    helper      DistFlashAttn: rank r fetches keys of r - 1, r - 2, ...; early ranks, whose causal work
-                is done soonest, take queries of late ranks instead: about n/2 steps, not n - 1
-    token_ring  TokenRing: queries travel round the ring, keys stay; (out, lse) goes straight home
-    mesh        ranks as rows x columns: queries go along rows, keys along columns, and meet where these
-                cross: (columns - 1) queries and (rows - 1) keys a rank, about sqrt(n), not n - 1
+    helper      DistFlashAttn: rank r receives the KV of r - 1, r - 2, ...; early ranks, which run out of
+                causal work first, receive queries of late ranks instead: about n/2 steps, not n - 1
+    token_ring  TokenRing: queries travel round the ring, KV stays; (out, lse) goes directly to the owner
+    mesh        ranks as rows x columns: queries travel along rows, KV along columns, and they meet where
+                these cross: a rank receives the queries of (columns - 1) and the KV of (rows - 1) ranks,
+                about 2 sqrt(n) together, where a ring brings it the KV of n - 1
 
-Pairs of ranks that see nothing of each other exchange nothing.
+A pair of ranks whose queries do not see each other's KV exchanges nothing.
 Sources: DistFlashAttn (Li et al. 2023); TokenRing (Wang et al. 2024); Mesh-Attention (2025).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,17 +22,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import PlanError
+from ..machines.machine import Machine
+from ..sequence.layouts import Layout
 from ..sequence.tiles import rank_areas
 from .hops import KV, Hops, OffloadedPairs, Q
 from .routed import Routed, Routes, busiest, complete
-from .schedule import DeclaredLimits
+from .schedule import DeclaredLimits, Example, TokenCounts, option
 
 
 @dataclass(frozen=True)
 class RankPairs(Routed):
-    """One share a rank; where the queries of each pair of ranks meet the keys."""
+    """One share per rank; `_moves` says on which rank the queries of one rank meet the KV of another."""
 
-    buffer: ClassVar[float] = 0.0  # travelling keys and remote queries, in shards
+    # declared limits: as multiples of the largest rank's KV and tokens
+    buffer: ClassVar[float] = 0.0
     remote_queries: ClassVar[float] = 0.0
 
     @property
@@ -42,22 +47,22 @@ class RankPairs(Routed):
         return rank_areas(self._layout)
 
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks (a, b), a != b, where a's queries see some of b's keys."""
+        """Ranks (a, b), a != b, where a's queries see some of b's KV."""
         a, b = np.nonzero(self._areas)
         return a[a != b], b[a != b]
 
     @abstractmethod
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
-        """The rank on which a's queries meet b's keys, and the kv and q hops."""
+        """The rank on which a's queries meet b's KV, and the kv and q hops."""
 
     @cached_property
     def _routes(self) -> Routes:
         a, b = self._pairs()
         worker, moves = self._moves(a, b)
-        away, zero = worker != a, np.zeros_like(a)
-        meets = OffloadedPairs(zero, worker, a, zero, b, zero).where(away)
-        _, step = np.unique(moves.step, return_inverse=True)  # steps without work are merged away
-        return complete(moves._replace(step=step), meets, (self.ranks, self.ranks, 1))
+        zero = np.zeros_like(a)
+        pairs = OffloadedPairs(zero, worker, a, zero, b, zero).where(worker != a)
+        _, step = np.unique(moves.step, return_inverse=True)  # steps without hops are left out
+        return complete(moves._replace(step=step), pairs, (self.ranks, self.ranks, 1))
 
     @property
     def limits(self) -> DeclaredLimits:
@@ -65,23 +70,37 @@ class RankPairs(Routed):
             buffer=self.buffer, remote_queries=self.remote_queries
         )
 
+    def _full_mask_counts(self, layout: Layout, rows: int, columns: int) -> TokenCounts | None:
+        """The closed form where all ranks have tokens and see each other's: ranks as rows x columns."""
+        docs = layout.docs
+        full = not docs.causal and docs.window is None and len(docs.lengths) == 1
+        if not full or layout.counts.min() == 0:
+            return None
+        kv, queries = (rows - 1) * docs.total, (columns - 1) * docs.total
+        limits, largest = self.limits, int(layout.counts.max())
+        return TokenCounts(
+            kv, kv, queries, limits.buffer * largest, limits.remote_queries * largest
+        )
+
 
 def _direct(step: np.ndarray, src: np.ndarray, dst: np.ndarray, kind: int) -> Hops:
-    """Every rank's own keys or queries straight to where they are needed, once each."""
-    _, one = np.unique(np.stack([src, dst]), axis=1, return_index=True)
-    zero = np.zeros_like(one)
-    return Hops(step[one], src[one], dst[one], src[one], zero, np.full_like(one, kind))
+    """Hops of ranks' own KV or queries, each (src, dst) once."""
+    _, first = np.unique(np.stack([src, dst]), axis=1, return_index=True)
+    zero = np.zeros_like(first)
+    return Hops(step[first], src[first], dst[first], src[first], zero, np.full_like(first, kind))
 
 
 class Helper(RankPairs):
-    """early ranks help late ones (DistFlashAttn): causal contiguous rows in n/2 steps; moves q"""
+    """early ranks help late ones (DistFlashAttn): causal, contiguous in n/2 steps; moves q"""
 
     name = "helper"
+    order = 100
+    example = Example("mesh5", steps=4, layout="contiguous")
     buffer, remote_queries = 2.0, 3.0
 
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
         n, distance = self.ranks, (a - b) % self.ranks
-        # b takes a's queries where it would be idle: nothing of a is visible to b
+        # b takes a's queries where it would be idle: its own queries see nothing of a's KV
         helps = (a > b) & (2 * distance > n) & (self._areas[b, a] == 0)
         fetch = ~helps
         kv = _direct(distance[fetch] - 1, b[fetch], a[fetch], KV)
@@ -90,10 +109,12 @@ class Helper(RankPairs):
 
 
 class TokenRing(RankPairs):
-    """queries travel round a ring, keys stay, results go straight home (TokenRing); moves q"""
+    """queries travel round a ring, KV stays, results return directly (TokenRing); moves q"""
 
     name = "token_ring"
-    remote_queries = 3.0  # one arrives, one is computed, what the one before found is sent
+    order = 110
+    example = Example("mesh4", steps=5, layout="contiguous", causal=False)
+    remote_queries = 3.0  # one arrives, one is computed, the partial output of one is sent
 
     def _moves(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, Hops]:
         n = self.ranks
@@ -111,14 +132,29 @@ class TokenRing(RankPairs):
         )
         return b, hops
 
+    def token_counts(self, layout: Layout) -> TokenCounts | None:
+        return self._full_mask_counts(layout, 1, self.ranks)
+
 
 @dataclass(frozen=True)
 class Mesh(RankPairs):
-    """ranks as rows x columns: q along rows, keys along columns (Mesh-Attention); moves q"""
+    """ranks as rows x columns: q along rows, KV along columns (Mesh-Attention); moves q"""
 
-    rows: int = 1
+    rows: int = option(1, "rows of the mesh of ranks; it must divide them")
 
     name = "mesh"
+    order = 120
+    example = Example("mesh6", steps=4, causal=False, options={"rows": 2})
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        """One row per node, so that queries stay inside; on one node as many rows as columns, or nearly."""
+        n, u = machine.ranks, machine.num_nodes
+        divisors = [r for r in range(1, n + 1) if n % r == 0]
+        square = min(divisors, key=lambda r: abs(r - n // r))
+        return {"rows": u if u > 1 else square, **options}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,12 +163,8 @@ class Mesh(RankPairs):
             raise PlanError(f"mesh: rows={self.rows!r} must divide {self.ranks} ranks: use {fit}")
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "rows": self.rows}
-
-    @property
     def columns(self) -> int:
-        """Ranks a row."""
+        """Ranks per row."""
         return self.ranks // self.rows
 
     @property
@@ -145,3 +177,6 @@ class Mesh(RankPairs):
         q = _direct(along[along > 0] - 1, a[along > 0], worker[along > 0], Q)
         kv = _direct(down[down > 0] - 1, b[down > 0], worker[down > 0], KV)
         return worker, Hops.concat([kv, q])
+
+    def token_counts(self, layout: Layout) -> TokenCounts | None:
+        return self._full_mask_counts(layout, self.rows, self.columns)

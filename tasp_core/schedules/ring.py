@@ -2,11 +2,12 @@
 
     ring        one ring, one share: Ring Attention; uses 1 of every n - 1 links of a full mesh
     tasp        the n - 1 rings of K_n, n - 1 shares: every link of a full mesh, equally, in every step
-    tasp_paths  m rings over u nodes, (m-K_m-m)^u as published: each NIC carries one share a step
-    tasp_rails  the same with hops between nodes that keep their rail
+    tasp_paths  m rings over u nodes, (m-K_m-m)^u as published: each NIC carries one share per step
+    tasp_rails  the same, but hops between nodes keep their rail (the local rank in the node)
 
-Each rank holds what it computes on and what arrives: two KV, whatever n is. In the backward pass a
-share's gradient rides one hop behind its keys and comes home by the arc that closes the ring.
+Besides its own KV, a rank holds the KV that it computes on and the KV that arrives: two KV, for any n.
+In the backward pass the gradient of a share follows one hop behind its KV. It returns to the owner over
+the arc that closes the ring.
 
 Source: Ring Attention (Liu et al. 2023); TASP (arXiv 2509.26541).
 """
@@ -21,16 +22,16 @@ import numpy as np
 from ..errors import PlanError, TopologyError
 from .hamiltonian import Rings, decompose, node_rings
 from .hops import DKV, KV, Hops
-from .schedule import DeclaredLimits, Schedule
+from .schedule import DeclaredLimits, Example, Schedule
 
 
 @dataclass(frozen=True)
 class RingSchedule(Schedule):
-    """Share i goes round ring i of `rings`."""
+    """Share i of every rank goes round ring i of `rings`."""
 
     @cached_property
     def rings(self) -> Rings:
-        """The rings, one a share."""
+        """The rings, one per share."""
         return Rings(np.arange(self.ranks, dtype=np.int64)[None, :], 0)
 
     @property
@@ -46,11 +47,11 @@ class RingSchedule(Schedule):
 
     @cached_property
     def _place(self) -> np.ndarray:
-        """Where each rank stands on each ring, int64 [rings, ranks]."""
+        """The position of each rank on each ring, int64 [rings, ranks]."""
         return np.argsort(self.rings.array, axis=1)
 
     def _grid(self, kind: int, rank: int | None, distance: np.ndarray, delay: int) -> Hops:
-        """Every share `distance` hops from its owner moves on at step distance + delay."""
+        """A share that is `distance` hops away from its owner moves on in step distance + delay."""
         cycle, n = self.rings.array, self.ranks
         ring = np.arange(len(cycle))[:, None, None]
         if rank is None:
@@ -70,15 +71,19 @@ class RingSchedule(Schedule):
 
 
 class Ring(RingSchedule):
-    """one ring (Ring Attention): n - 1 steps, one link a rank"""
+    """one ring (Ring Attention): n - 1 steps, one link per rank"""
 
     name = "ring"
+    order = 10
+    example = Example("mesh4", steps=3)
 
 
 class Tasp(RingSchedule):
     """all rings of the complete digraph: n - 1 steps, every link equally"""
 
     name = "tasp"
+    order = 30
+    example = Example("mesh5", steps=4)
     rank_symmetric = True
 
     @cached_property
@@ -87,9 +92,11 @@ class Tasp(RingSchedule):
 
 
 class TaspPaths(RingSchedule):
-    """rings through several nodes as published, (m-K_m-m)^u: one share a NIC and step"""
+    """rings through several nodes as published, (m-K_m-m)^u: one share per NIC and step"""
 
     name = "tasp_paths"
+    order = 40
+    example = Example("mesh4x2", steps=7)
     rank_symmetric = True
     rail_aligned = False
 
@@ -106,4 +113,5 @@ class TaspRails(TaspPaths):
     """rings through several nodes whose hops between nodes keep their rail"""
 
     name = "tasp_rails"
+    order = 50
     rail_aligned = True

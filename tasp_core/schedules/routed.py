@@ -1,26 +1,29 @@
-"""Schedules compiled for a layout: from how keys and queries travel to all hops of both passes.
+"""Schedules compiled for a layout: from the kv and q hops to all hops of both passes.
 
-Remote queries send what they found straight home; in the backward pass queries travel with the gradient of
-their output, dq returns as out did, and dkv on reversed arcs.
+Partial outputs of remote queries go directly to the queries' owner. In the backward pass, queries travel
+with the gradient of their output, dq returns as partial outputs did, and dkv over the reversed kv arcs.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError
+from ..machines.machine import Machine
 from ..sequence.layouts import Layout
+from .counts import most_load
 from .hops import DKV, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
 from .schedule import DeclaredLimits, Schedule
 
 
 class Routes(NamedTuple):
-    """A schedule that moves queries: kv, q and out hops, what is computed away, and dkv hops."""
+    """What a schedule is compiled into: kv, q and out hops, the offloaded pairs, and dkv hops."""
 
     forward: Hops
     offloaded: OffloadedPairs
@@ -28,57 +31,77 @@ class Routes(NamedTuple):
 
 
 def return_arcs(hops: Hops, ready: np.ndarray) -> Hops:
-    """The dkv hops that bring every share's gradient home: each kv arc reversed, as early as can be.
+    """The dkv hops that return every share's gradient to its owner: kv arcs reversed, as early as possible.
 
-    A rank's contribution can leave in the step after it is computed; what its own receivers send
-    back must have arrived.
+    A rank sends a gradient in the step after it has computed its own contribution, or later, once the
+    gradients have arrived from all ranks to which it had sent the share.
 
     Args:
-        hops: the kv hops. ready: the compute step of each (rank, owner, share)'s contribution.
+        hops: the kv hops.
+        ready: the compute step of each rank's contribution, int64 [rank, owner, share].
     """
     leaves = np.zeros_like(ready)
     for step in np.unique(hops.step)[::-1]:  # children's arcs come later than their parents'
-        some = hops.where(hops.step == step)
-        at = (some.dst, some.owner, some.share)
+        arcs = hops.where(hops.step == step)
+        at = (arcs.dst, arcs.owner, arcs.share)
         leaves[at] = np.maximum(leaves[at], ready[at] + 1)
-        np.maximum.at(leaves, (some.src, some.owner, some.share), leaves[at] + 1)
+        np.maximum.at(leaves, (arcs.src, arcs.owner, arcs.share), leaves[at] + 1)
     step = leaves[hops.dst, hops.owner, hops.share]
     return Hops(step, hops.dst, hops.src, hops.owner, hops.share, np.full_like(step, DKV))
 
 
 def arrivals(hops: Hops, kind: int, shape: tuple[int, int, int]) -> np.ndarray:
-    """The step each (rank, owner, share) arrives in, -1 for what does not travel."""
+    """The step in which a share arrives at a rank, int64 [rank, owner, share]; -1 where it never does."""
     table = np.full(shape, -1)
-    some = hops.where(hops.kind == kind)
-    table[some.dst, some.owner, some.share] = some.step
+    hops = hops.where(hops.kind == kind)
+    table[hops.dst, hops.owner, hops.share] = hops.step
     return table
 
 
-def complete(moves: Hops, away: OffloadedPairs, shape: tuple[int, int, int]) -> Routes:
-    """Routes from how kv and q travel and what meets away from home (its steps are found here)."""
-    keys = arrivals(moves, KV, shape)
-    if not len(away.rank):
-        return Routes(moves, NO_OFFLOADED, return_arcs(moves, keys + 1))
-    remote_queries = arrivals(moves, Q, shape)
-    key, remote_query = (away.rank, away.owner, away.share), (away.rank, away.q_owner, away.q_share)
-    meets = away._replace(step=np.maximum(keys[key], remote_queries[remote_query]) + 1)
-    leaves, ready = np.zeros(shape, dtype=np.int64), keys + 1
-    np.maximum.at(leaves, remote_query, meets.step + 1)
-    np.maximum.at(ready, key, meets.step)
+def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) -> Routes:
+    """Routes from the kv and q hops and the offloaded pairs, whose steps are filled in here.
+
+    Args:
+        shape: (ranks, ranks, shares).
+    """
+    kv_step = arrivals(moves, KV, shape)
+    if not len(pairs.rank):
+        return Routes(moves, NO_OFFLOADED, return_arcs(moves, kv_step + 1))
+    q_step = arrivals(moves, Q, shape)
+    kv_at, q_at = (pairs.rank, pairs.owner, pairs.share), (pairs.rank, pairs.q_owner, pairs.q_share)
+    pairs = pairs._replace(step=np.maximum(kv_step[kv_at], q_step[q_at]) + 1)
+    leaves, ready = np.zeros(shape, dtype=np.int64), kv_step + 1
+    np.maximum.at(leaves, q_at, pairs.step + 1)
+    np.maximum.at(ready, kv_at, pairs.step)
     rank, owner, share = np.nonzero(leaves)
     step = leaves[rank, owner, share]
     out = Hops(step, rank, owner, owner, share, np.full_like(step, OUT))
     kv = moves.where(moves.kind == KV)
-    return Routes(Hops.concat([moves, out]), meets, return_arcs(kv, ready))
+    return Routes(Hops.concat([moves, out]), pairs, return_arcs(kv, ready))
 
 
 @dataclass(frozen=True)
 class Routed(Schedule):
-    """A schedule compiled for a layout into Routes."""
+    """A schedule that is compiled for a layout."""
 
     layout: Layout | None = None
 
     variable_size = True
+
+    @classmethod
+    def on(
+        cls,
+        machine: Machine,
+        options: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> Schedule:
+        """The schedule on a machine; it has hops only where `layout` is given.
+
+        Raises:
+            PlanError: an option that the schedule does not have, or a machine it cannot serve.
+        """
+        resolved = cls.resolved(machine, options, layout)
+        return cls(machine.ranks, cls.node_size_on(machine), layout=layout, **resolved)
 
     @property
     def _layout(self) -> Layout:
@@ -91,7 +114,7 @@ class Routed(Schedule):
     @cached_property
     @abstractmethod
     def _routes(self) -> Routes:
-        """All hops, and what is computed away from home."""
+        """All hops, and the offloaded pairs."""
 
     @property
     def offloaded(self) -> OffloadedPairs:
@@ -114,15 +137,8 @@ def of_rank(table: Hops, rank: int | None) -> Hops:
 
 
 def busiest(hops: Hops, ranks: int, node_size: int) -> DeclaredLimits:
-    """Most shares a link, and a NIC, carries in a step."""
+    """The most shares that a link, and a NIC, carries in one step."""
     inside = hops.src // node_size == hops.dst // node_size
-    link = _most(hops.step[inside], hops.src[inside] * ranks + hops.dst[inside])
-    across = max(_most(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
+    link = most_load(hops.step[inside], (hops.src * ranks + hops.dst)[inside])
+    across = max(most_load(hops.step[~inside], end[~inside]) for end in (hops.src, hops.dst))
     return DeclaredLimits(link, across, 0.0)
-
-
-def _most(step: np.ndarray, resource: np.ndarray) -> int:
-    """Most shares one resource carries in one step."""
-    if not step.size:
-        return 0
-    return int(np.unique(np.stack([step, resource]), axis=1, return_counts=True)[1].max())

@@ -1,21 +1,36 @@
-"""The interface of a schedule: a table of hops, and what it declares about links and buffers.
+"""The interface of a schedule, and the register into which every schedule enters itself.
 
-A schedule that moves queries says in `meets` what is computed away from home, where and when.
-A new schedule is one file with a subclass of `Schedule`, named in schedules/__init__.py.
+A schedule is one class in one file of this package. The package imports all its files, and a class with
+a `name` of its own registers itself, so that a new schedule adds one file and edits no other. It says:
+
+    name, docstring        its public name, and its line in `tasp_core.schedules()`
+    option(...) fields     its options: type, default and one line each; plan files hold them
+    resolve                values for the options left open, from the machine and the layout
+    forward, gradients     the hops of both passes
+    offloaded              for one that moves queries: which pairs are computed where, and when
+    limits                 loads of links and sizes of buffers; `tasp_core.check` proves them
+    token_counts           what is sent and held, in closed form; costs/bytes.py makes bytes of it
+    candidates, unsuited   what `tasp_core.select` tries on a machine, or why it tries nothing
+    example                a small plan that shows it; the tests run it
+
+tests/test_registered.py proves all this of every registered schedule, a new one too. ring.py is the
+shortest file to start from.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError, check_int
+from ..machines.machine import Machine
 from ..sequence.layouts import Layout
 from .hops import DKV, DQ, EXCHANGES, KV, MOST_PLACES, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
 
@@ -24,10 +39,11 @@ class DeclaredLimits(NamedTuple):
     """What `check` holds a schedule to, in the forward pass.
 
     Attributes:
-        inside: most shares a link between two ranks of one node carries in a step.
-        across: most shares a rank sends, or takes in, over its NIC in a step.
-        buffer: most travelling KV a rank holds, as a multiple of the largest rank's KV.
-        remote_queries: most queries of other ranks it holds, as a multiple of the largest rank's tokens.
+        inside: the most shares that a link between two ranks of one node carries in one step.
+        across: the most shares that a rank sends, or receives, over its NIC in one step.
+        buffer: the most KV of other ranks that a rank holds, as a multiple of the largest rank's KV.
+        remote_queries: the most queries of other ranks that a rank holds, as a multiple of the largest
+            rank's tokens.
     """
 
     inside: int
@@ -39,27 +55,200 @@ class DeclaredLimits(NamedTuple):
 RING_LIMITS = DeclaredLimits(1, 1, 2.0)
 
 
+class TokenCounts(NamedTuple):
+    """What a schedule sends and holds, in tokens and in closed form.
+
+    Attributes:
+        kv: tokens whose keys and values all ranks together send, in each of the two passes.
+        dkv: tokens whose KV gradients all ranks together send, in the backward pass.
+        queries: tokens whose queries travel, and whose partial outputs (backward: dq) return, in
+            each of the two passes.
+        buffer_kv: the most tokens of other ranks' KV that a rank holds in the forward pass.
+        buffer_queries: the most tokens of other ranks' queries that a rank holds in it.
+    """
+
+    kv: int
+    dkv: int
+    queries: int
+    buffer_kv: float
+    buffer_queries: float
+
+
+class Option(NamedTuple):
+    """An option of a schedule: its name, type ("int", "str", ...), default and one line."""
+
+    name: str
+    type: str
+    default: Any
+    doc: str
+    omit_default: bool
+
+
+def option(default: Any, doc: str, *, omit_default: bool = False) -> Any:
+    """A dataclass field that is a public option of a schedule.
+
+    Args:
+        default: what a schedule has that is made without it; `resolve` may choose another value.
+        doc: one line.
+        omit_default: whether plan files and fingerprints leave it out while it has its default. An
+            option that is added to a published schedule needs this, or old plan files change.
+    """
+    return field(default=default, metadata={"doc": doc, "omit_default": omit_default})
+
+
+class Example(NamedTuple):
+    """A small plan that shows what a schedule does.
+
+    Attributes:
+        machine: a name that `tasp_core.machine` knows; the plan is for all its ranks.
+        steps: communication steps of the forward pass.
+        lengths: tokens of each document. causal: the mask. layout: a name of `tasp_core.layouts()`.
+        options: of the schedule; what is left out comes from the machine.
+    """
+
+    machine: str
+    steps: int
+    lengths: tuple[int, ...] = (64,)
+    causal: bool = True
+    layout: str = "zigzag"
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+SCHEDULES: dict[str, type[Schedule]] = {}  # every registered schedule by name, in `order`
+
+
 @dataclass(frozen=True)
 class Schedule(ABC):
     """A communication schedule for `ranks` ranks: hops as a function of rank and direction."""
 
     ranks: int
     node_size: int
-    exchange: str = "p2p"  # or "all_to_all": each step is one collective for each kind
-
-    name = ""
-    variable_size = False  # shares differ in size: memory is counted in tokens, not in shares
-    rank_symmetric = (
-        False  # whether in every step all ranks send and receive as much, over alike routes
+    exchange: str = option(
+        "p2p",
+        'how a step\'s messages move: "p2p", one message per link, or "all_to_all", one collective',
+        omit_default=True,
     )
 
+    name: ClassVar[str] = ""
+    order: ClassVar[int] = 1000  # its place in lists; the first is the baseline of comparisons
+    example: ClassVar[Example | None] = None
+    # whether shares differ in size: buffers are then counted in tokens, not in shares
+    variable_size: ClassVar[bool] = False
+    # whether in every step all ranks send and receive equally much over equivalent routes
+    rank_symmetric: ClassVar[bool] = False
+    # how much larger a KV receive buffer may be than `limits.buffer`, where subchunks of different
+    # sizes do not fit into each other's places
+    buffer_slack: ClassVar[float] = 1.0
+
+    def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
+        """Registers a class that has a `name` of its own.
+
+        Raises:
+            PlanError: another class has that name.
+        """
+        super().__init_subclass__(**kwargs)
+        if not register or not cls.__dict__.get("name"):
+            return
+        taken = SCHEDULES.get(cls.name)
+        if taken is not None and taken.__qualname__ != cls.__qualname__:
+            raise PlanError(
+                f"schedule name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
+                f"give {cls.__module__}.{cls.__qualname__} another name"
+            )
+        SCHEDULES[cls.name] = cls
+        in_order = sorted(SCHEDULES.items(), key=lambda item: (item[1].order, item[0]))
+        SCHEDULES.clear()
+        SCHEDULES.update(in_order)
+
+    @classmethod
+    def options_taken(cls) -> tuple[Option, ...]:
+        """The options that `schedule_options` may set, in order."""
+        return tuple(
+            Option(
+                f.name,
+                f.type if isinstance(f.type, str) else f.type.__name__,
+                f.default,
+                **f.metadata,
+            )
+            for f in fields(cls)
+            if "doc" in f.metadata
+        )
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        """`options`, and values for those left open that suit the machine and the layout.
+
+        Args:
+            layout: None where a schedule is built without a plan.
+        """
+        return dict(options)
+
+    @classmethod
+    def resolved(
+        cls, machine: Machine, options: Mapping[str, Any] | None, layout: Layout | None
+    ) -> dict[str, Any]:
+        """All options that are not left at their defaults: those asked for, and `resolve`'s.
+
+        Raises:
+            PlanError: an option that the schedule does not have.
+        """
+        asked = dict(options or {})
+        names = [x.name for x in cls.options_taken()]
+        unknown = sorted(set(asked) - set(names))
+        if unknown:
+            raise PlanError(
+                f"schedule {cls.name!r} has no option {', '.join(unknown)}; "
+                f"it takes {', '.join(names) or 'none'}"
+            )
+        return cls.resolve(machine, asked, layout)
+
+    @classmethod
+    def on(
+        cls,
+        machine: Machine,
+        options: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> Schedule:
+        """The schedule on a machine.
+
+        Raises:
+            PlanError: an option that the schedule does not have, or a machine it cannot serve.
+        """
+        schedule = cls(
+            machine.ranks, cls.node_size_on(machine), **cls.resolved(machine, options, layout)
+        )
+        schedule.limits  # noqa: B018  (a schedule that cannot exist on this machine says so here)
+        return schedule
+
+    @classmethod
+    def node_size_on(cls, machine: Machine) -> int:
+        """Ranks of what the schedule treats as one node."""
+        return machine.node_size
+
+    @classmethod
+    def candidates(cls, machine: Machine, kv_bytes: float) -> Iterable[dict[str, Any]]:
+        """The options that `select` tries.
+
+        Args:
+            machine: with Ulysses inside, of groups.
+            kv_bytes: of one rank's 16-bit keys and values.
+        """
+        return ({},)
+
+    @classmethod
+    def unsuited(cls, machine: Machine) -> str:
+        """Why `select` does not try the schedule on a machine by itself; "" where it does."""
+        return ""
+
     def __post_init__(self) -> None:
-        """Every schedule passes here, whether options, words, JSON or a pickle make it.
+        """Every schedule passes here, whether options, hop lines, JSON or a pickle make it.
 
         A subclass with checks of its own calls this one first.
 
         Raises:
-            PlanError: ranks or node size that cannot be, or an exchange that no executor knows.
+            PlanError: impossible ranks or node size, or an exchange that no executor knows.
         """
         ranks = check_int(self.ranks, f"schedule {self.name!r}: ranks", 1, PlanError)
         node_size = check_int(self.node_size, f"schedule {self.name!r}: node_size", 1, PlanError)
@@ -76,7 +265,7 @@ class Schedule(ABC):
         return _remake, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
-        """Local borders of a rank's shares, int64 [parts, num_shares + 1]: share j has part j of each."""
+        """Local borders of a rank's shares, int64 [parts, shares + 1]; share j has slice j of each part."""
         return layout.share_cuts(rank, self.num_shares)
 
     @property
@@ -87,25 +276,47 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def limits(self) -> DeclaredLimits:
-        """The loads and buffers this schedule claims; `check` proves them."""
+        """The loads and buffers this schedule declares; `check` proves them."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The resolved options that, with name, ranks and node size, rebuild this schedule."""
-        return {} if self.exchange == "p2p" else {"exchange": self.exchange}
+        return {
+            x.name: getattr(self, x.name)
+            for x in self.options_taken()
+            if not (x.omit_default and getattr(self, x.name) == x.default)
+        }
+
+    def token_counts(self, layout: Layout) -> TokenCounts | None:
+        """What is sent and held for a layout in closed form, or None where it depends on the documents.
+
+        Here: every share reaches every other rank once.
+        """
+        if self.variable_size:
+            return None
+        visits = (self.ranks - 1) * layout.docs.total
+        largest = int(layout.counts.max())
+        # shares that do not divide a block differ by a token
+        rounding = 2 * self.num_shares * len(self.cuts(layout, 0))
+        buffer_kv = self.buffer_slack * self.limits.buffer * largest + rounding
+        return TokenCounts(visits, visits, 0, buffer_kv, 0.0)
 
     @property
     def collective(self) -> str | None:
         """A torch.distributed collective that does step 0, or None for point-to-point messages."""
         return None
 
+    def collective_hops(self, node_size: int) -> Hops:
+        """The messages of `collective` where its library sends directly, on nodes of `node_size` ranks."""
+        return Hops.concat([])
+
     @property
     def offloaded(self) -> OffloadedPairs:
-        """What is computed away from home; all else is where the queries are, when keys arrive."""
+        """The pairs computed on another rank than that of their queries."""
         return NO_OFFLOADED
 
     def own_steps(self, rank: int) -> np.ndarray:
-        """For each share of the rank's queries: the compute step in which they meet its own keys."""
+        """The compute steps in which the queries of the rank's shares meet its own KV, int64 [shares]."""
         return np.zeros(self.num_shares, dtype=np.int64)
 
     @abstractmethod
@@ -121,7 +332,7 @@ class Schedule(ABC):
         if rank is not None and not 0 <= rank < self.ranks:
             raise PlanError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
         table = self.forward(rank)
-        if backward:  # dq comes home as out did
+        if backward:  # dq returns as partial outputs did
             kind = np.where(table.kind == OUT, DQ, table.kind)
             table = Hops.concat([table._replace(kind=kind), self.gradients(rank)])
         return table.ordered()
@@ -148,13 +359,13 @@ def _remake(cls: type[Schedule], values: dict[str, Any]) -> Schedule:
 
 
 @dataclass(frozen=True)
-class Table(Schedule):
+class Table(Schedule, register=False):
     """A schedule given hop by hop: for experiments, and for proving that a wrong one is caught."""
 
-    words: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     shares: int = 1
     claim: DeclaredLimits = RING_LIMITS
-    like: Schedule | None = None  # whose cuts of tokens into shares it keeps, where they are uneven
+    like: Schedule | None = None  # of variable-size shares: the schedule whose cuts it keeps
 
     name = "table"
 
@@ -166,26 +377,27 @@ class Table(Schedule):
                 f"so that a proof fits into memory; got {self.shares}"
             )
         object.__setattr__(self, "claim", read_limits(self.claim))
-        if isinstance(self.words, str) or not isinstance(self.words, Iterable):
-            raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.words!r:.80}")
-        object.__setattr__(self, "words", tuple(self.words))
-        self._table  # noqa: B018  (words that cannot be read say so here)
+        if isinstance(self.lines, str) or not isinstance(self.lines, Iterable):
+            raise PlanError(f"hops must be words such as 't3 2>5 kv1.4', got {self.lines!r:.80}")
+        object.__setattr__(self, "lines", tuple(self.lines))
+        self._table  # noqa: B018  (lines that cannot be read say so here)
         if self.like is None:
             return
         if not isinstance(self.like, Schedule) or not self.like.variable_size:
+            fit = ", ".join(x.name for x in SCHEDULES.values() if x.variable_size)
             raise PlanError(
-                "like must be a schedule that cuts shares of its own sizes (sap, helper, mesh, "
-                f"token_ring), got {getattr(self.like, 'name', self.like)!r}; leave it out"
+                f"like must be a schedule that cuts shares of its own sizes ({fit}), "
+                f"got {getattr(self.like, 'name', self.like)!r}; leave it out"
             )
         if (self.like.ranks, self.like.num_shares) != (self.ranks, self.shares):
             raise PlanError(
-                f"num_shares is {self.shares} of {self.ranks} ranks; {self.like.name!r}, like which the "
-                f"tokens are cut, has {self.like.num_shares} of {self.like.ranks}: they must be equal"
+                f"num_shares is {self.shares} of {self.ranks} ranks; {self.like.name!r}, whose cuts the "
+                f"table keeps, has {self.like.num_shares} of {self.like.ranks}: they must be equal"
             )
 
     @cached_property
     def _table(self) -> Hops:
-        return Hops.parse(self.words)
+        return Hops.parse(self.lines)
 
     @property
     def variable_size(self) -> bool:  # type: ignore[override]
@@ -239,18 +451,18 @@ def read_limits(claim: Any) -> DeclaredLimits:
     """
     names = DeclaredLimits._fields
     try:
-        given = DeclaredLimits(*claim)
+        limits = DeclaredLimits(*claim)
     except TypeError:
         raise PlanError(
             f"limits must be {len(names)} numbers, {names}, got {claim!r:.80}"
         ) from None
     for name in names[:2]:
-        check_int(getattr(given, name), f"limits: {name}", 0, PlanError)
+        check_int(getattr(limits, name), f"limits: {name}", 0, PlanError)
     for name in names[2:]:
-        value = getattr(given, name)
+        value = getattr(limits, name)
         number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not 0 <= value < float("inf"):
             raise PlanError(f"limits: {name} must be a finite number >= 0, got {value!r:.80}")
     return DeclaredLimits(
-        int(given.inside), int(given.across), float(given.buffer), float(given.remote_queries)
+        int(limits.inside), int(limits.across), float(limits.buffer), float(limits.remote_queries)
     )

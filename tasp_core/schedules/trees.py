@@ -1,19 +1,22 @@
-"""Trees on what a machine really has: dead or slow links, partial meshes, buses, shared NICs, uneven nodes.
+"""Trees for irregular machines: dead or slow links, partial meshes, buses, shared NICs, unequal nodes.
 
-Every share of every rank travels along a tree of its own to all other ranks. Trees are grown share by
-share, arc by arc, each time by the way whose busiest resource then is the least busy: what is slow is
-used less, what is dead not at all, and a bus or NIC is crossed once where one crossing is enough.
-Arcs are then placed in steps, those with the longest way still behind them first, each resource up to
-an even share of its load a step. Gradients return by the reversed arcs in inverse causal order.
+Every share of every rank travels along a spanning tree of its own to all other ranks. Trees grow share by
+share, arc by arc. Each arc is the one that leaves the busiest resource on its route (link, bus, NIC)
+least busy. So slow resources are used less, dead ones not at all, and a bus or NIC is crossed only once
+where one crossing is enough. Arcs are then put into steps, those with the longest path still to go first;
+in each step a resource gets at most an equal part of its total load. Gradients return over the reversed
+arcs in reverse order.
 
-`wires` is the machine as JSON, so that the table follows from the options alone. The search is greedy
-and meant for few ranks; on machines whose ranks are all alike wave, paced and rings do as well.
-Source: packing of spanning trees (Edmonds 1973); the greedy is this project's own.
+The option `wires` is the machine as JSON, so that the hops follow from the options alone. The search is
+greedy and meant for few ranks. On machines whose ranks are all equal, wave, paced and rings are as good.
+Source: packing of spanning trees (Edmonds 1973); the greedy search is this project's own. networkx has
+spanning arborescences of least total weight, but none whose weights change with every arc that is added.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -23,42 +26,45 @@ import numpy as np
 
 from ..errors import PlanError, check_int
 from ..machines.machine import Machine
+from ..sequence.layouts import Layout
+from .counts import last_uses, live_table
 from .hops import DKV, KV, Hops
-from .schedule import DeclaredLimits, Schedule
+from .routed import busiest
+from .schedule import DeclaredLimits, Example, Schedule, option
 
 MOST_ARCS = 1 << 15
 STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 TYPICAL_KV_BYTES = 64e6
 
 
-class _Ways(NamedTuple):
-    """Resources by number: of each ordered pair, int64 [src, dst, most]; GB/s of each.
+class _Routes(NamedTuple):
+    """Resources by number: those of each ordered pair of ranks, int64 [src, dst, most], and their GB/s.
 
-    The last one is endless: it fills up the rows of pairs that use fewer than others.
+    The last resource is infinitely fast: it pads the entries of pairs that use fewer than others.
     """
 
     used: np.ndarray
     gbps: np.ndarray
 
 
-def _ways(machine: Machine) -> _Ways:
+def _routes(machine: Machine) -> _Routes:
     n, names = machine.ranks, dict[str, int]()
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
-    ways = [[names.setdefault(x, len(names)) for x in machine.resources(*pair)] for pair in pairs]
-    used = np.full((n, n, max(map(len, ways), default=1)), len(names))
-    for (a, b), way in zip(pairs, ways, strict=True):
-        used[a, b, : len(way)] = way
-    return _Ways(used, np.array([*map(machine.capacity_gbps, names), np.inf]))
+    routes = [[names.setdefault(x, len(names)) for x in machine.resources(*pair)] for pair in pairs]
+    used = np.full((n, n, max(map(len, routes), default=1)), len(names))
+    for (a, b), route in zip(pairs, routes, strict=True):
+        used[a, b, : len(route)] = route
+    return _Routes(used, np.array([*map(machine.capacity_gbps, names), np.inf]))
 
 
-def _grow(ways: _Ways, shares: int, floor: float) -> tuple[np.ndarray, float]:
-    """The rank each rank gets each share from, int64 [owner, share, rank], and the busiest load / GB/s.
+def _grow(routes: _Routes, shares: int, floor: float) -> tuple[np.ndarray, float]:
+    """The rank that sends each rank each share, int64 [owner, share, rank], and the busiest load / GB/s.
 
-    Ways slower than `floor` GB/s are taken only where there is no other.
+    Routes slower than `floor` GB/s are taken only where there is no other.
     """
-    n = len(ways.used)
-    slow = ways.gbps[ways.used].min(axis=2) < floor
-    load = np.zeros(len(ways.gbps))
+    n = len(routes.used)
+    slow = routes.gbps[routes.used].min(axis=2) < floor
+    load = np.zeros(len(routes.gbps))
     parent = np.full((n, shares, n), -1)
     for share in range(shares):
         for owner in range(n):
@@ -66,30 +72,30 @@ def _grow(ways: _Ways, shares: int, floor: float) -> tuple[np.ndarray, float]:
             depth[owner] = 0
             for _ in range(n - 1):
                 rows, columns = np.flatnonzero(depth >= 0), np.flatnonzero(depth < 0)
-                used = ways.used[rows[:, None], columns]
-                busy = ((load[used] + 1) / ways.gbps[used]).max(axis=2)
-                busy *= 1 + 0.01 * depth[rows][:, None]  # of equal ways, the shallowest
+                used = routes.used[rows[:, None], columns]
+                busy = ((load[used] + 1) / routes.gbps[used]).max(axis=2)
+                busy *= 1 + 0.01 * depth[rows][:, None]  # of equally busy arcs, the shallowest
                 busy[slow[rows[:, None], columns]] *= 1e6
                 a, b = np.unravel_index(busy.argmin(), busy.shape)
                 src, dst = rows[a], columns[b]
                 parent[owner, share, dst], depth[dst] = src, depth[src] + 1
-                np.add.at(load, ways.used[src, dst], 1)
-    return parent, float((load / ways.gbps)[:-1].max())
+                np.add.at(load, routes.used[src, dst], 1)
+    return parent, float((load / routes.gbps)[:-1].max())
 
 
 @lru_cache(maxsize=64)
-def _grown(wires: str, shares: int, floor: float) -> tuple[_Ways, np.ndarray, float]:
-    ways = _ways(Machine(**json.loads(wires)))
-    return ways, *_grow(ways, shares, floor)
+def _grown(wires: str, shares: int, floor: float) -> tuple[_Routes, np.ndarray, float]:
+    routes = _routes(Machine(**json.loads(wires)))
+    return routes, *_grow(routes, shares, floor)
 
 
-def _place(parent: np.ndarray, ways: _Ways, even: float) -> tuple[np.ndarray, float]:
+def _place(parent: np.ndarray, routes: _Routes, even: float) -> tuple[np.ndarray, float]:
     """A step for each arc, int64 like `parent`, and the sum over steps of the busiest load / GB/s."""
     shape = parent.shape
     height = np.zeros(shape, dtype=np.int64)
     owner, share, dst = (x.ravel() for x in np.indices(shape))
     src = parent.ravel()
-    for _ in range(shape[2]):  # the longest way behind each arc
+    for _ in range(shape[2]):  # the longest path from the end of each arc to a leaf
         real = src >= 0
         above = np.zeros(shape, dtype=np.int64)
         ends = (owner[real], share[real], src[real])
@@ -100,17 +106,17 @@ def _place(parent: np.ndarray, ways: _Ways, even: float) -> tuple[np.ndarray, fl
     order = np.lexsort((share, -height.ravel()))
     order = order[src[order] >= 0]
     step, seconds, t = np.full(shape, -1), 0.0, 0
-    held = np.zeros(shape, dtype=bool)
-    held[np.arange(shape[0]), :, np.arange(shape[0])] = True
-    quota = even * ways.gbps
-    total = np.zeros(len(ways.gbps))
+    arrived = np.zeros(shape, dtype=bool)
+    arrived[np.arange(shape[0]), :, np.arange(shape[0])] = True
+    quota = even * routes.gbps
+    total = np.zeros(len(routes.gbps))
     while order.size:
-        load = np.zeros(len(ways.gbps))
+        load = np.zeros(len(routes.gbps))
         taken = np.zeros(order.size, dtype=bool)
-        ready = held[owner[order], share[order], src[order]]
+        ready = arrived[owner[order], share[order], src[order]]
         for i in np.flatnonzero(ready).tolist():
-            used = ways.used[src[order[i]], dst[order[i]]]
-            # quotas below one share save up for it
+            used = routes.used[src[order[i]], dst[order[i]]]
+            # quotas below one share add up over steps until they reach one
             fits = load[used] + 1 <= quota[used] + 1e-9
             saved = (load[used] == 0) & (total[used] + 1 <= quota[used] * (t + 1) + 1e-9)
             if (fits | saved).all():
@@ -118,27 +124,27 @@ def _place(parent: np.ndarray, ways: _Ways, even: float) -> tuple[np.ndarray, fl
                 taken[i] = True
         if not taken.any():
             first = int(ready.argmax())
-            np.add.at(load, ways.used[src[order[first]], dst[order[first]]], 1)
+            np.add.at(load, routes.used[src[order[first]], dst[order[first]]], 1)
             taken[first] = True
         total += load
-        some = order[taken]
-        step.ravel()[some] = t
-        held[owner[some], share[some], dst[some]] = True
-        seconds += float((load / ways.gbps)[:-1].max())
+        placed = order[taken]
+        step.ravel()[placed] = t
+        arrived[owner[placed], share[placed], dst[placed]] = True
+        seconds += float((load / routes.gbps)[:-1].max())
         order, t = order[~taken], t + 1
     return step, seconds
 
 
 @lru_cache(maxsize=256)
 def _searched(wires: str, ranks: int, shares: int, steps: int, floor: float) -> tuple[Hops, float]:
-    """All kv hops, and seconds of communication for each GB of KV a rank."""
+    """All kv hops, and seconds of communication for each GB of KV per rank."""
     machine = Machine(**json.loads(wires))
     if machine.ranks != ranks:
         raise PlanError(f"schedule 'trees': wires describe {machine.ranks} ranks, not {ranks}")
     if ranks == 1:
         return Hops.concat([]), 0.0
-    ways, parent, busiest = _grown(wires, shares, floor)
-    step, seconds = _place(parent, ways, busiest / steps)
+    routes, parent, busiest = _grown(wires, shares, floor)
+    step, seconds = _place(parent, routes, busiest / steps)
     owner, share, dst = np.nonzero(parent >= 0)
     at = (owner, share, dst)
     hops = Hops(step[at], parent[at], dst, owner, share, np.full_like(dst, KV))
@@ -146,23 +152,24 @@ def _searched(wires: str, ranks: int, shares: int, steps: int, floor: float) -> 
 
 
 def tree_options(machine: Machine, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Wires of the machine, a number of shares that keeps the search short, and the best steps.
+    """The machine as JSON, a number of shares that keeps the search short, and the best floor and steps.
 
     Raises:
         PlanError: too many ranks.
     """
-    n, given = machine.ranks, dict(options or {})
-    wires = given.setdefault("wires", _wires(machine))
-    shares = given.setdefault("shares", max(1, min(2 * (n - 1), MOST_ARCS // n**3)))
-    if "steps" not in given:
+    n, resolved = machine.ranks, dict(options or {})
+    wires = resolved.setdefault("wires", _wires(machine))
+    shares = resolved.setdefault("shares", max(1, min(2 * (n - 1), MOST_ARCS // n**3)))
+    if "steps" not in resolved:
         rates = sorted({machine.route_gbps(a, b) for a in range(n) for b in range(n) if a != b})
         best = []
-        for floor, steps in product([given["floor"]] if "floor" in given else rates[:4], STEPS):
+        floors = [resolved["floor"]] if "floor" in resolved else rates[:4]
+        for floor, steps in product(floors, STEPS):
             made = Trees(n, machine.node_size, wires=wires, shares=shares, steps=steps, floor=floor)
             seconds = made.gbyte_s * TYPICAL_KV_BYTES / 1e9 + made.num_steps() * machine.latency_s
             best.append((seconds, floor, steps))
-        _, given["floor"], given["steps"] = min(best, default=(0.0, 0.0, 1))
-    return given
+        _, resolved["floor"], resolved["steps"] = min(best, default=(0.0, 0.0, 1))
+    return resolved
 
 
 WIRES = (
@@ -187,14 +194,26 @@ def _wires(machine: Machine) -> str:
 
 @dataclass(frozen=True)
 class Trees(Schedule):
-    """trees grown on what the machine has: dead or slow links, buses, shared NICs, uneven nodes"""
+    """trees for irregular machines: dead or slow links, buses, shared NICs, unequal nodes"""
 
-    wires: str = ""
-    shares: int = 1
-    steps: int = 1
-    floor: float = 0.0
+    wires: str = option("", "the machine's links, NICs and buses, as JSON")
+    shares: int = option(1, "shares, and so trees, per rank")
+    steps: int = option(1, "steps over which the busiest resource's load is spread")
+    floor: float = option(0.0, "GB/s below which a route is taken only where there is no other")
 
     name = "trees"
+    order = 80
+    example = Example("a100_pcie", steps=8, options={"shares": 2, "steps": 2})
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        return tree_options(machine, dict(options))
+
+    @classmethod
+    def unsuited(cls, machine: Machine) -> str:
+        return "made for machines whose ranks are not all alike" if machine.homogeneous else ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,60 +226,43 @@ class Trees(Schedule):
             )
 
     @property
-    def options(self) -> dict[str, Any]:
-        own = {"wires": self.wires, "shares": self.shares, "steps": self.steps, "floor": self.floor}
-        return {**super().options, **own}
-
-    @property
     def num_shares(self) -> int:
         return self.shares
 
     @cached_property
-    def _found(self) -> tuple[Hops, float]:
-        """All kv hops, and seconds a GB of KV a rank."""
+    def _search(self) -> tuple[Hops, float]:
+        """All kv hops, and seconds per GB of KV per rank."""
         return _searched(self.wires, self.ranks, self.shares, self.steps, self.floor)
 
     @property
     def gbyte_s(self) -> float:
-        """Seconds of communication for each GB of KV a rank, without latency."""
-        return self._found[1]
+        """Seconds of communication for each GB of KV per rank, without latency."""
+        return self._search[1]
 
     @cached_property
     def limits(self) -> DeclaredLimits:
-        hops, n = self._found[0], self.ranks
+        hops, n = self._search[0], self.ranks
         if not hops.step.size:
             return DeclaredLimits(1, 1, 0.0)
-        crossing = hops.src // self.node_size != hops.dst // self.node_size
-        last = np.zeros((n, n, self.shares), dtype=np.int64)
-        last[hops.dst, hops.owner, hops.share] = hops.step + 1
-        np.maximum.at(last, (hops.src, hops.owner, hops.share), hops.step)
-        change = np.zeros((n, int(hops.step.max()) + 3), dtype=np.int64)
-        np.add.at(change, (hops.dst, hops.step), 1)
-        np.add.at(change, (hops.dst, last[hops.dst, hops.owner, hops.share] + 1), -1)
-        across = max(_most(hops.where(crossing), end) for end in ("src", "dst"))
-        inside = _most(hops.where(~crossing), "both")
-        return DeclaredLimits(inside, across, float(np.cumsum(change, axis=1).max()) / self.shares)
+        computed = (hops.dst, hops.owner, hops.share, hops.step + 1)
+        sent_on = (hops.src, hops.owner, hops.share, hops.step)
+        last = last_uses(np.zeros((n, n, self.shares), dtype=np.int64), computed, sent_on)
+        live = live_table(n, hops.dst, hops.step, last[hops.dst, hops.owner, hops.share])
+        most = busiest(hops, n, self.node_size)
+        return most._replace(buffer=float(live.max()) / self.shares)
 
     def _of(self, table: Hops, rank: int | None) -> Hops:
         return table if rank is None else table.where((table.src == rank) | (table.dst == rank))
 
     def forward(self, rank: int | None) -> Hops:
-        return self._of(self._found[0], rank)
+        return self._of(self._search[0], rank)
 
     def gradients(self, rank: int | None) -> Hops:
-        kv = self._found[0]
+        kv = self._search[0]
         last = 2 * (int(kv.step.max()) + 1) if kv.step.size else 0
         back = kv._replace(step=last - kv.step, src=kv.dst, dst=kv.src, kind=kv.kind * 0 + DKV)
         return self._of(back, rank)
 
     def num_steps(self, *, backward: bool = False) -> int:
-        step = self._found[0].step
+        step = self._search[0].step
         return (int(step.max()) + 1) * (1 + backward) + backward if step.size else 0
-
-
-def _most(hops: Hops, end: str) -> int:
-    """Most shares one link ("both" ends) or one rank's NIC carries in a step."""
-    who = hops.src * (1 << 20) + hops.dst if end == "both" else getattr(hops, end)
-    if not hops.step.size:
-        return 0
-    return int(np.unique(np.stack([hops.step, who]), axis=1, return_counts=True)[1].max())

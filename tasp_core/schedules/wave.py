@@ -1,19 +1,24 @@
 """The wave: a staged direct exchange inside nodes, pipelined along rails between them.
 
-Rank k m + r is local rank r of node k. KV is cut into `blocks`; at step t a rank takes its own
-block t and what its rail brought in step t - 1, gives each to its node peers and to the next node.
-Mates forward nothing. `twins` b > 0 cuts each block into b shares of which some reach a peer over
-its own rail instead of over the node's links, where links are scarcer than NICs.
+Rank k m + r is local rank r of node k; ranks with equal r form a rail. KV is cut into `blocks`. In step
+t a rank sends its own block t, and the blocks that came over its rail in step t - 1, to all node peers
+(intra-node broadcast) and over its rail to the next node. Node peers forward nothing.
 
-    own block        fan to peers (step e), rail to the next node (step e)
-    rail arrival     fan to peers, rail on; so a block reaches node distance j at step e + j - 1
+    own block e            broadcast and rail in step e
+    block from the rail    reaches node distance j in step e + j - 1; broadcast and rail in step e + j
 
-On one node this is the staged direct exchange (step j: send your share j to everybody); with one
-block it is an all-gather; with one rank a node it is a pipelined ring.
+`twins` b > 0 is for nodes whose links are slower than their NICs. Each block is cut into b shares, and
+some of them reach a peer over the peer's own rail instead of over the links of the node: a duplicated
+chunk, which crosses from node to node more than once.
+
+On one node this is the staged direct exchange (in step j every rank sends its share j to all others);
+with one block it is an all-gather; with one rank per node it is a pipelined ring.
+Source: this project's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,29 +26,31 @@ import numpy as np
 
 from ..errors import PlanError
 from ..machines.machine import Machine
+from ..sequence.layouts import Layout
 from .hops import DKV, KV, Hops
-from .schedule import DeclaredLimits, Schedule
+from .schedule import DeclaredLimits, Example, Option, Schedule, TokenCounts, option
 
 MOST_SHARES = 1 << 20
+MOST_ARRIVALS = 1 << 18  # of one rank, with the default number of blocks
 Steps = tuple[np.ndarray, np.ndarray]
 Times = tuple[Steps, Steps, Steps]
 
 
 def link_gbps(machine: Machine) -> float:
-    """What each of a rank's links to its peers can have when all are busy.
+    """GB/s of each of a rank's links to its node peers when all of them are busy.
 
     >>> from tasp_core import machine
     >>> link_gbps(machine("mesh8")), round(link_gbps(machine("h100")), 1)
     (64.3, 64.3)
     """
-    ways = (machine.link_gbps, machine.port_gbps / (machine.node_size - 1), machine.host_gbps)
-    return min(x for x in ways if x)
+    rates = (machine.link_gbps, machine.port_gbps / (machine.node_size - 1), machine.host_gbps)
+    return min(x for x in rates if x)
 
 
 def best_twins(machine: Machine) -> int:
-    """The number of twins with the least time for large KV, or 0 where they gain under 2 %.
+    """The `twins` with the least time for large KV, or 0 where they gain less than 2 %.
 
-    Per subchunk of KV: links inside carry u - (u-1)/b, each NIC carries (u-1)(1 + (m-1)/b).
+    For each block of KV, a link inside a node carries u - (u-1)/b, each NIC (u-1)(1 + (m-1)/b) blocks.
 
     >>> from tasp_core import machine
     >>> [best_twins(machine(name)) for name in ("mesh8x2", "mesh4x2", "mesh8x4")]
@@ -66,11 +73,34 @@ def best_twins(machine: Machine) -> int:
 class Wave(Schedule):
     """staged direct exchange in a node, rails between nodes; near the bound on any nodes"""
 
-    blocks: int = 1
-    twins: int = 0
+    blocks: int = option(1, "blocks that KV is cut into; one block is sent per step")
+    twins: int = option(
+        0, "shares per block, some of which reach a peer over its own rail; 0: none"
+    )
 
     name = "wave"
+    order = 60
+    example = Example("mesh2x2", steps=3, options={"blocks": 2, "twins": 0})
     rank_symmetric = True
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        """n - 1 blocks, so that a buffer of two KV is enough; the twins that suit the machine's rates.
+
+        Above 512 ranks fewer blocks, so that a rank's table is planned within seconds.
+        """
+        others = max(1, machine.ranks - 1)
+        defaults = {"blocks": min(others, MOST_ARRIVALS // others), "twins": best_twins(machine)}
+        return {**defaults, **options}
+
+    @classmethod
+    def candidates(cls, machine: Machine, kv_bytes: float) -> Iterable[dict[str, Any]]:
+        """The defaults, and fewer blocks for where steps and messages cost more than bytes."""
+        others = machine.ranks - 1
+        coarser = sorted({1, round(others**0.5)} - {others, 0})
+        return ({}, *({"blocks": blocks, "twins": 0} for blocks in coarser))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,54 +127,50 @@ class Wave(Schedule):
 
     @property
     def parts(self) -> int:
-        """Shares a block."""
+        """Shares per block."""
         return max(self.twins, 1)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "blocks": self.blocks, "twins": self.twins}
 
     @property
     def num_shares(self) -> int:
         return self.blocks * self.parts
 
-    def _twin(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """Whether peer r + d gets this part of remote blocks e over its own rail."""
+    def _duplicated(self, d: np.ndarray, e: np.ndarray, part: np.ndarray) -> np.ndarray:
+        """Whether peer r + d gets share `part` of blocks e of other nodes over its own rail."""
         if not self.twins:
             return np.zeros(np.broadcast_shapes(d.shape, part.shape), dtype=bool)
         return (d >= 1) & ((d - 1) % self.twins == part)
 
-    def _times(self, j: np.ndarray, d: np.ndarray, e: np.ndarray, twin: np.ndarray) -> Times:
-        """Steps of fan, rail and twin arcs, out and, as gradients come home, back."""
-        home = e + 2 * self.num_nodes - j - (2 if self.node_size == 1 else 0)  # from j to j - 1
-        fan_home = np.where((j == 0) & twin, e + 2 * self.num_nodes, e + j + 2)
-        return (e + j, fan_home), (e + j - 1, home + 1), (e + j, home)
+    def _times(self, j: np.ndarray, d: np.ndarray, e: np.ndarray, duplicated: np.ndarray) -> Times:
+        """Steps of broadcasts, rails and duplicated chunks: (forward, gradients back) of each."""
+        back = e + 2 * self.num_nodes - j - (2 if self.node_size == 1 else 0)  # from j to j - 1
+        broadcast_back = np.where((j == 0) & duplicated, e + 2 * self.num_nodes, e + j + 2)
+        return (e + j, broadcast_back), (e + j - 1, back + 1), (e + j, back)
 
     @property
     def limits(self) -> DeclaredLimits:
         m, u = self.node_size, self.num_nodes
         d, part = np.arange(1, m)[:, None], np.arange(self.parts)[None, :]
-        kept = (~self._twin(d, np.zeros(1), part)).sum(axis=1).max(initial=0)
+        kept = (~self._duplicated(d, np.zeros(1), part)).sum(axis=1).max(initial=0)
         across = (u - 1) * (self.parts + (m - 1 if self.twins else 0))
         arriving_steps = 1 if self.blocks == 1 and u == 1 else 2
         buffer = arriving_steps * (self.ranks - 1) / self.blocks
         return DeclaredLimits(self.parts + (u - 1) * int(kept), across, buffer)
 
     def _arcs(self, rank: int | None, backward: bool) -> Hops:
-        """Fan, rail and twin arcs; backward: reversed, at the steps at which gradients come home."""
+        """Arcs of broadcasts, rails and duplicated chunks; backward: reversed, in the gradients' steps."""
         m, u, n = self.node_size, self.num_nodes, self.ranks
         j = np.arange(u)[:, None, None, None]  # node distance
         d = np.arange(m)[:, None, None]  # local distance
         e = np.arange(self.blocks)[:, None]
         i = np.arange(self.parts)[None, :]
-        twin = self._twin(d, e, i)
+        duplicated = self._duplicated(d, e, i)
         share = e * self.parts + i
-        fan, rail, over = self._times(j, d, e, twin)
+        broadcast, rail, duplicate = self._times(j, d, e, duplicated)
         # (which arcs, change of node, change of local rank, owner's local rank behind src, steps)
         kinds = (
-            ((d >= 1) & ((j == 0) | ~twin), 0, d, 0, *fan),
+            ((d >= 1) & ((j == 0) | ~duplicated), 0, d, 0, *broadcast),
             ((j >= 1) & (d == 0), 1, 0, 0, *rail),
-            ((j >= 1) & twin, 1, 0, d, *over),
+            ((j >= 1) & duplicated, 1, 0, d, *duplicate),
         )
         tables = []
         for mask, nodes, shift, behind, out, back in kinds:
@@ -155,7 +181,7 @@ class Wave(Schedule):
                     node, local = node - nodes, local - shift
                 src = (node % u) * m + local % m
                 dst = ((node + nodes) % u) * m + (local + shift) % m
-                # fan arcs leave at distance j; rail and twin arcs arrive at it
+                # broadcast arcs leave at node distance j; arcs between nodes arrive at it
                 owner = ((node + nodes - j) % u) * m + (local - behind) % m
                 step, a, b = (back, dst, src) if backward else (out, src, dst)
                 tables.append(Hops.grid(DKV if backward else KV, mask, step, a, b, owner, share))
@@ -172,19 +198,48 @@ class AllGather(Wave):
     """every rank's KV to every rank at once (Llama 3): one step, memory for n KV"""
 
     name = "all_gather"
+    order = 90
+    example = Example("mesh4", steps=1)
     rank_symmetric = False
+
+    @classmethod
+    def options_taken(cls) -> tuple[Option, ...]:
+        return ()
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        return dict(options)
+
+    @classmethod
+    def candidates(cls, machine: Machine, kv_bytes: float) -> Iterable[dict[str, Any]]:
+        return ({},)
+
+    @classmethod
+    def node_size_on(cls, machine: Machine) -> int:
+        """All ranks: the routes between nodes are the choice of the collective's library."""
+        return machine.ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.exchange, self.blocks, self.twins) != ("p2p", 1, 0):
             raise PlanError(
-                "schedule 'all_gather' takes no exchange, blocks or twins: its keys move in one "
+                "schedule 'all_gather' takes no exchange, blocks or twins: its KV moves in one "
                 "collective; use 'wave' with blocks=1 for single messages"
             )
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {}
+    def token_counts(self, layout: Layout) -> TokenCounts | None:
+        """Every rank sends, and all buffers hold, as many tokens as the largest rank has."""
+        if self.collective is None:
+            return super().token_counts(layout)
+        n, largest = self.ranks, int(layout.counts.max())
+        gathered = n * (n - 1) * largest
+        return TokenCounts(gathered, (n - 1) * layout.docs.total, 0, n * largest, 0.0)
+
+    def collective_hops(self, node_size: int) -> Hops:
+        """Each rank's KV once to every node, and there from one rank to its node peers."""
+        return Wave(self.ranks, node_size).forward(None)
 
     @property
     def collective(self) -> str | None:

@@ -142,7 +142,11 @@ LAYOUTS: dict[str, Callable[[Documents, int, int], Shard]] = {
 
 
 def layouts() -> dict[str, str]:
-    """Names of the layouts with one line each."""
+    """Names of the layouts with one line each.
+
+    >>> list(layouts())
+    ['contiguous', 'zigzag', 'striped', 'per_document', 'balanced']
+    """
     return {name: str(build.__doc__) for name, build in LAYOUTS.items()}
 
 

@@ -1,12 +1,13 @@
-"""Balance without permuting tokens: which queries of busy ranks are computed by ranks with idle time.
+"""Balance without permuting tokens: which queries of busy ranks are computed by less busy ranks.
 
-A busy rank's queries are cut into chunks of little work. A chunk goes, together with its answer's way
-back, to a rank that
+A busy rank's queries are cut into query chunks of little work each. A chunk is sent to another rank, and
+its partial outputs are sent back. It may offload
 
-    holds earlier keys of its document      only queries travel, for the part that meets those keys
-    or to any other rank                    the keys that it lacks travel too
+    its pairs with the KV that one other rank owns, to that rank      only queries and outputs travel
+    all its pairs, to any rank                                        the KV which that rank lacks, too
 
-whichever gives most work per token moved, until no rank has more than TOLERANCE over the mean.
+The transfer with the most work per token sent is taken first, until no rank has more than TOLERANCE over
+the mean work.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ...sequence.layouts import Layout
 from ...sequence.tiles import rank_areas
 
 TOLERANCE = 0.04
-CHUNKS = 32  # a chunk is at most the mean work of a rank over this
-LEAST = 8  # tokens of a chunk
-QUERY = 2  # a query token goes and its answer comes back; a key token goes once
+CHUNKS = 32  # a chunk has at most this part of a rank's mean work
+LEAST = 8  # tokens of a chunk, at least
+QUERY = 2  # a query token is sent and its partial output returns; a token's KV is sent once
 
 
 class Runs(NamedTuple):
-    """Runs of one document, `low` .. `high` counted from its first token, each on one rank."""
+    """Runs of tokens, each in one document and on one rank: from `low` to `high` in the document."""
 
     rank: np.ndarray
     doc: np.ndarray
@@ -37,24 +38,29 @@ class Runs(NamedTuple):
         return Runs(*(column[index] for column in self))
 
 
-class Given(NamedTuple):
-    """Query chunks and key runs, and which of them meet on another rank than the chunk's."""
+class Offload(NamedTuple):
+    """Which pairs of a query chunk and a KV run are computed on another rank than the chunk's.
+
+    Attributes:
+        chunks: query chunks. kv_runs: runs of tokens whose KV one rank owns.
+        chunk, kv_run: of each pair, its index in these. worker: the rank that computes it.
+    """
 
     chunks: Runs
-    keys: Runs
+    kv_runs: Runs
     chunk: np.ndarray
-    key: np.ndarray
+    kv_run: np.ndarray
     worker: np.ndarray
 
 
 def _before(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Pairs of a query i < x and a key j <= i in [low, high)."""
+    """Number of pairs of a query i < x and a key j <= i in [low, high)."""
     n, t = high - low, np.maximum(x - low, 0)
     return np.where(t <= n, t * (t + 1) // 2, n * (n + 1) // 2 + (t - n) * n)
 
 
 def area(docs: Documents, a: Runs, b: Runs) -> np.ndarray:
-    """Visible pairs of query runs `a` with key runs `b` of the same documents."""
+    """Number of visible pairs of query runs `a` and KV runs `b` of the same documents."""
 
     def seen(shift: int) -> np.ndarray:
         """Pairs with key <= query + shift."""
@@ -79,20 +85,20 @@ def _runs(layout: Layout) -> Runs:
     return Runs(rank, doc, low, low + count)
 
 
-def _whole(docs: Documents, runs: Runs) -> Runs:
-    """The documents of runs as key runs."""
+def _documents(docs: Documents, runs: Runs) -> Runs:
+    """The documents in which runs lie, as KV runs."""
     return runs._replace(low=np.zeros_like(runs.low), high=docs.lengths[runs.doc])
 
 
 def _chunks(docs: Documents, runs: Runs, most: float) -> Runs:
-    """Runs cut so that no part has much more work than `most`."""
+    """Runs cut into chunks of about `most` work, and of LEAST tokens at least."""
     parts = []
     for i in range(len(runs.rank)):
         run = runs.at(np.array([i]))
-        work = int(area(docs, run, _whole(docs, run))[0])
+        work = int(area(docs, run, _documents(docs, run))[0])
         number = max(1, min(int(run.high[0] - run.low[0]) // LEAST, int(np.ceil(work / most))))
         grid = np.unique(np.linspace(run.low[0], run.high[0], 16 * number + 1).astype(np.int64))
-        upto = area(docs, Runs(run.rank, run.doc, run.low, grid), _whole(docs, run))
+        upto = area(docs, Runs(run.rank, run.doc, run.low, grid), _documents(docs, run))
         cuts = np.interp(work * np.arange(1, number) / number, upto, grid).astype(np.int64)
         border = np.unique(np.concatenate([run.low, cuts, run.high]))
         size = np.ones_like(border[1:])
@@ -100,83 +106,95 @@ def _chunks(docs: Documents, runs: Runs, most: float) -> Runs:
     return Runs(*(np.concatenate(c) for c in zip(*parts, strict=True)))
 
 
-class _Giver:
-    """Gives chunks of one busy rank away, best bargain first."""
+class _Offloader:
+    """Offloads chunks of one busy rank, the transfer with the most work per token sent first.
 
-    def __init__(self, layout: Layout, keys: Runs, chunks: Runs) -> None:
+    `c`, `k` are the pairs of a chunk and a KV run that have visible pairs of tokens, `size` of them;
+    `tokens` is how many tokens of the KV run the chunk sees. `remaining` marks what is not offloaded yet.
+    """
+
+    def __init__(self, layout: Layout, kv_runs: Runs, chunks: Runs) -> None:
         docs, n = layout.docs, layout.ranks
-        self.chunks, self.keys, self.ranks = chunks, keys, n
-        c, k = np.nonzero(chunks.doc[:, None] == keys.doc[None, :])
-        size = area(docs, chunks.at(c), keys.at(k))
+        self.chunks, self.kv_runs, self.ranks = chunks, kv_runs, n
+        c, k = np.nonzero(chunks.doc[:, None] == kv_runs.doc[None, :])
+        size = area(docs, chunks.at(c), kv_runs.at(k))
         self.c, self.k, self.size = c[size > 0], k[size > 0], size[size > 0]
-        self.tokens = np.minimum(keys.high[self.k], chunks.high[self.c]) - keys.low[self.k]
+        self.tokens = np.minimum(kv_runs.high[self.k], chunks.high[self.c]) - kv_runs.low[self.k]
         if not docs.causal:
-            self.tokens = keys.high[self.k] - keys.low[self.k]
-        self.left = np.ones(len(self.c), dtype=bool)
+            self.tokens = kv_runs.high[self.k] - kv_runs.low[self.k]
+        self.remaining = np.ones(len(self.c), dtype=bool)
         self.visits = np.zeros((len(chunks.rank), n), dtype=bool)
 
-    def bargains(self, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Work and tokens moved of giving [the part a rank's own keys meet, all] of a chunk to it."""
-        shape = (2, len(self.chunks.rank), self.ranks)
-        work, moved = np.zeros(shape), np.zeros(shape)
-        c, k, size = (x[self.left] for x in (self.c, self.k, self.size))
-        np.add.at(work[0], (c, self.keys.rank[k]), size)
-        work[1] = np.bincount(c, size, minlength=shape[1])[:, None]
-        lacking = ~held[:, k].T * self.tokens[self.left][:, None]
-        np.add.at(moved[1], c, lacking)
-        rows = self.chunks.high - self.chunks.low
-        return work, moved + QUERY * rows[None, :, None] * ~self.visits[None] + 1e-9
+    def transfers(self, available: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Work and tokens sent of every possible transfer, both [2, chunks, ranks].
 
-    def give(self, held: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, int] | None:
-        """The pairs given by the best bargain that fits, and the rank that takes them."""
-        work, moved = self.bargains(held)
+        Index 0 offloads the pairs with the KV that the rank owns, index 1 all pairs of the chunk.
+        """
+        shape = (2, len(self.chunks.rank), self.ranks)
+        work, sent = np.zeros(shape), np.zeros(shape)
+        c, k, size = (x[self.remaining] for x in (self.c, self.k, self.size))
+        np.add.at(work[0], (c, self.kv_runs.rank[k]), size)
+        work[1] = np.bincount(c, size, minlength=shape[1])[:, None]
+        lacking = ~available[:, k].T * self.tokens[self.remaining][:, None]
+        np.add.at(sent[1], c, lacking)
+        queries = self.chunks.high - self.chunks.low
+        return work, sent + QUERY * queries[None, :, None] * ~self.visits[None] + 1e-9
+
+    def take_best(self, available: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, int] | None:
+        """Take the best transfer that fits: its pairs and the rank that computes them; None if none fits.
+
+        Args:
+            available: whether a rank has the KV of a run anyway, bool [ranks, runs]; updated.
+            room: work that each rank can still take.
+        """
+        work, sent = self.transfers(available)
         fits = (work > 0) & (work <= room[None, None, :])
         if not fits.any():
             return None
-        best = int(np.argmax(np.where(fits, work / moved, -1.0)))
+        best = int(np.argmax(np.where(fits, work / sent, -1.0)))
         everything, chunk, worker = (int(x) for x in np.unravel_index(best, work.shape))
-        pairs = self.left & (self.c == chunk)
+        pairs = self.remaining & (self.c == chunk)
         if not everything:
-            pairs &= self.keys.rank[self.k] == worker
-        held[worker, self.k[pairs]] = True
+            pairs &= self.kv_runs.rank[self.k] == worker
+        available[worker, self.k[pairs]] = True
         self.visits[chunk, worker] = True
-        self.left &= ~pairs
+        self.remaining &= ~pairs
         return np.flatnonzero(pairs), worker
 
 
-def offload(layout: Layout) -> Given:
-    """Which queries of busy ranks meet which keys elsewhere, so that work is even.
+def offload(layout: Layout) -> Offload:
+    """Which query chunks of busy ranks meet which KV on other ranks, so that work is balanced.
 
     Every chunk lies inside one document and one of its rank's runs.
     """
-    docs, keys = layout.docs, _runs(layout)
+    docs, kv_runs = layout.docs, _runs(layout)
     load = rank_areas(layout).sum(axis=1).astype(float)
     mean = load.mean()
     target = (1 + TOLERANCE) * mean
-    # what a rank's own queries need is there anyway: keys of its documents before its last query
+    # a rank has, for its own queries, the KV of its documents up to its last query
     last = np.zeros((layout.ranks, len(docs.lengths)), dtype=np.int64)
-    np.maximum.at(last, (keys.rank, keys.doc), keys.high)
-    held = last[:, keys.doc] > (keys.low if docs.causal else 0)
+    np.maximum.at(last, (kv_runs.rank, kv_runs.doc), kv_runs.high)
+    available = last[:, kv_runs.doc] > (kv_runs.low if docs.causal else 0)
     chunks: list[Runs] = []
     parts = []
     for busy in np.argsort(-load, kind="stable").tolist():
         if load[busy] <= target:
             break
-        own = keys.at(np.flatnonzero((keys.rank == busy) & (keys.high > keys.low)))
-        giver = _Giver(layout, keys, _chunks(docs, own, mean / CHUNKS))
+        own = kv_runs.at(np.flatnonzero((kv_runs.rank == busy) & (kv_runs.high > kv_runs.low)))
+        source = _Offloader(layout, kv_runs, _chunks(docs, own, mean / CHUNKS))
         first = int(sum(len(c.rank) for c in chunks))
-        chunks.append(giver.chunks)
+        chunks.append(source.chunks)
         while load[busy] > target:
             room = target - load
             room[busy] = -1.0
-            given = giver.give(held, room)
-            if given is None:
+            transfer = source.take_best(available, room)
+            if transfer is None:
                 break
-            pairs, worker = given
-            moved = float(giver.size[pairs].sum())
-            load[busy] -= moved
-            load[worker] += moved
-            parts.append((first + giver.c[pairs], giver.k[pairs], np.full_like(pairs, worker)))
+            pairs, worker = transfer
+            work = float(source.size[pairs].sum())
+            load[busy] -= work
+            load[worker] += work
+            parts.append((first + source.c[pairs], source.k[pairs], np.full_like(pairs, worker)))
     nothing = np.zeros(0, dtype=np.int64)
     joined = [np.concatenate([nothing, *c]) for c in zip(*parts, strict=True)] or [nothing] * 3
     cut = (
@@ -184,4 +202,4 @@ def offload(layout: Layout) -> Given:
         if chunks
         else None
     )
-    return Given(cut or Runs(*[nothing] * 4), keys, *joined)
+    return Offload(cut or Runs(*[nothing] * 4), kv_runs, *joined)

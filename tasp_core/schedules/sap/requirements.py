@@ -1,8 +1,8 @@
-"""What each rank's queries need: keys cut into shares that the same ranks need, and who needs which.
+"""What each rank's queries need: KV cut into shares that the same ranks need, and who needs which.
 
-From where a row's documents lie, and which rank holds what, follows exactly which tokens of which
-rank each rank's queries can see. Owners' runs are cut where that set of ranks changes, so that nothing
-travels that nobody needs. Queries given away (offload.py) need their keys where they are computed.
+The documents of a packed sequence and its layout determine which tokens the queries of each rank see.
+Every rank's tokens are cut where the set of ranks that see them changes, so that nothing travels that
+nobody needs. Offloaded queries (offload.py) need their KV on the rank that computes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ...sequence.layouts import Layout, ranges
 from ...sequence.tiles import edges
-from .offload import Given
+from .offload import Offload
 
 
 class Shares(NamedTuple):
@@ -32,9 +32,9 @@ class Shares(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """For each (document, rank) that has queries of it, sorted: the tokens [low, high) they see.
+    """For each (document, rank with queries of it), sorted: the tokens [low, high) that the queries see.
 
-    Under a window for each piece of such queries, as far pieces leave a gap between what they see.
+    With a window, for each piece of such queries: distant pieces leave a gap between what they see.
     """
 
     doc: np.ndarray
@@ -45,16 +45,17 @@ class Needs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wants:
-    """Cuts and needs of a layout.
+class Requirements:
+    """The shares of a layout, and the ranks that need them.
 
     Args:
-        most: tokens of the largest share. given: queries computed away from home, or None.
+        most: tokens of the largest share.
+        offload: the attention pairs that are offloaded, or None.
     """
 
     layout: Layout
     most: int
-    given: Given | None = None
+    offload: Offload | None = None
 
     @cached_property
     def _needs(self) -> Needs:
@@ -80,15 +81,16 @@ class Wants:
 
     @cached_property
     def cuts(self) -> list[np.ndarray]:
+        """Of each rank: local tokens at which its shares begin, and where the last one ends."""
         needs, most = self._needs, self.most
         limits = np.unique(np.concatenate([needs.low, needs.high, self._chunk_borders]))
         result = []
         for rank in range(self.layout.ranks):
             p = self.layout.pieces(rank)
-            inner, at = ranges(
+            inside, at = ranges(
                 np.searchsorted(limits, p.start, "right"), np.searchsorted(limits, p.last, "right")
             )
-            borders = p.offset[at] - ((p.start[at] - limits[inner]) // p.stride[at])
+            borders = p.offset[at] - ((p.start[at] - limits[inside]) // p.stride[at])
             cut = np.unique(np.concatenate([p.offset, borders, [self.layout.num_tokens(rank)]]))
             parts, which = ranges(np.zeros_like(cut[1:]), -(-np.diff(cut) // most))
             result.append(np.append(cut[:-1][which] + parts * most, cut[-1]))
@@ -96,20 +98,21 @@ class Wants:
 
     @property
     def _chunk_borders(self) -> np.ndarray:
-        """Global tokens at which queries that are given away begin or end."""
-        if self.given is None:
+        """Global tokens at which offloaded query chunks begin or end."""
+        if self.offload is None:
             return np.zeros(0, dtype=np.int64)
-        chunks = self.given.chunks.at(np.unique(self.given.chunk))
+        chunks = self.offload.chunks.at(np.unique(self.offload.chunk))
         begin = self.layout.docs.cu_seqlens[chunks.doc]
         return np.concatenate([begin + chunks.low, begin + chunks.high])
 
     @cached_property
     def num_shares(self) -> int:
-        """Shares of the rank that has most."""
+        """Shares of the rank that has the most of them."""
         return max(1, *(len(c) - 1 for c in self.cuts))
 
     @cached_property
     def shares(self) -> Shares:
+        """All shares, rank by rank."""
         columns = []
         for rank in range(self.layout.ranks):
             cut = self.cuts[rank]
@@ -123,7 +126,7 @@ class Wants:
         return Shares(*(np.concatenate(c) for c in zip(*columns, strict=True)))
 
     def _visible(self, shares: Shares) -> tuple[np.ndarray, np.ndarray]:
-        """(rank, share) for which some query of the rank sees the share, its own shares too."""
+        """Every (rank, share) of which some query of the rank sees the share; its own shares, too."""
         needs = self._needs
         low, high = (np.searchsorted(needs.doc, shares.doc, side=s) for s in ("left", "right"))
         who, share = ranges(low, high)
@@ -137,24 +140,24 @@ class Wants:
     def _in_window(
         self, who: np.ndarray, share: np.ndarray, window_size: tuple[int, int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Each rank once a share, and no stripes of which no two tokens come as close as the window."""
+        """Each rank once per share; not the stripes of which no two tokens are as close as the window."""
         shares, needs = self.shares, self._needs
         lead = shares.first[share] - needs.start[who]
         least, most = edges(lead, shares.stride[share], window_size)
         key = np.where(least <= most, share * self.layout.ranks + needs.rank[who], -1)
-        found, at = np.unique(key, return_index=True)
-        return who[at[found >= 0]], share[at[found >= 0]]
+        key, at = np.unique(key, return_index=True)
+        return who[at[key >= 0]], share[at[key >= 0]]
 
     @cached_property
-    def away(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(query share, key share, rank) of the pairs of shares computed away from home."""
-        shares, given = self.shares, self.given
-        assert given is not None
+    def offloaded(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The offloaded pairs of shares: (query share, KV share, rank that computes them)."""
+        shares, offload = self.shares, self.offload
+        assert offload is not None
         begin = self.layout.docs.cu_seqlens
-        chunks, keys = given.chunks.at(given.chunk), given.keys.at(given.key)
-        pair, parts = np.arange(len(given.chunk)), []
-        for runs in (chunks, keys):
-            # a run's shares are consecutive: tokens of a rank's run are in row order
+        chunks, kv_runs = offload.chunks.at(offload.chunk), offload.kv_runs.at(offload.kv_run)
+        pair, parts = np.arange(len(offload.chunk)), []
+        for runs in (chunks, kv_runs):
+            # a run's shares are consecutive: its tokens are in the order of the packed sequence
             order = np.lexsort((shares.first, shares.owner))
             where = shares.owner[order] * begin[-1] + shares.first[order]
             at = runs.rank * begin[-1] + begin[runs.doc]
@@ -164,12 +167,12 @@ class Wants:
         (q, q_pair), (k, k_pair) = parts
         low, high = (np.searchsorted(k_pair, pair, side=s) for s in ("left", "right"))
         index, at = ranges(low[q_pair], high[q_pair])
-        q, k, worker = q[at], k[index], given.worker[q_pair[at]]
+        q, k, worker = q[at], k[index], offload.worker[q_pair[at]]
         seen = self._sees(shares, q, k)
         return q[seen], k[seen], worker[seen]
 
     def _sees(self, shares: Shares, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Whether some query of share q sees some key of share k, of the same document."""
+        """Whether some query of share q sees some key of share k; both are of the same document."""
         docs = self.layout.docs
         seen = shares.first[k] <= shares.last[q] if docs.causal else np.ones(q.shape, dtype=bool)
         if docs.window is not None:
@@ -177,29 +180,30 @@ class Wants:
             seen &= shares.first[k] < shares.last[q] + docs.window
         return seen & (shares.size[q] > 0) & (shares.size[k] > 0)
 
-    def wanted(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rank, share) of every key share that must come to a rank."""
+    def required(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every (rank, KV share) of which the share must be sent to the rank."""
         shares = self.shares
         rank, share = self._visible(shares)
-        if self.moves_some:
+        if self.offloads:
             n = len(shares.owner)
-            q, k, worker = self.away
-            givers = np.unique(shares.owner[q])
-            keep = ~np.isin(rank, givers)
+            q, k, worker = self.offloaded
+            sources = np.unique(shares.owner[q])
+            keep = ~np.isin(rank, sources)
             pairs = [rank[keep] * n + share[keep], worker * n + k]
-            for giver in givers.tolist():  # what the queries that stay still see
-                seen = share[rank == giver]
-                mine = np.flatnonzero(shares.owner == giver)
+            for source in sources.tolist():  # what the queries that are not offloaded still see
+                seen = share[rank == source]
+                mine = np.flatnonzero(shares.owner == source)
                 a, b = np.broadcast_arrays(mine[:, None], seen)
                 stay = self._sees(shares, a, b) & (shares.doc[a] == shares.doc[b])
-                some = shares.owner[q] == giver
-                gone = q[some] - mine[0], np.searchsorted(seen, k[some])
+                own = shares.owner[q] == source
+                gone = q[own] - mine[0], np.searchsorted(seen, k[own])
                 stay[gone] = False
-                pairs.append(giver * n + seen[stay.any(axis=0)])
+                pairs.append(source * n + seen[stay.any(axis=0)])
             rank, share = np.divmod(np.unique(np.concatenate(pairs)), n)
-        away = rank != shares.owner[share]
-        return rank[away], share[away]
+        remote = rank != shares.owner[share]
+        return rank[remote], share[remote]
 
     @property
-    def moves_some(self) -> bool:
-        return self.given is not None and len(self.given.chunk) > 0
+    def offloads(self) -> bool:
+        """Whether there are offloaded pairs."""
+        return self.offload is not None and len(self.offload.chunk) > 0

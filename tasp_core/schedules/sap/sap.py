@@ -1,25 +1,28 @@
 """SAP, sequence-aware parallelism: every rank's own list of transfers, compiled from the documents.
 
-From where a row's documents lie, and which rank holds what, follows exactly which tokens of which
-rank each rank's queries can see. Owners' runs are cut where the set of ranks that need them changes,
-so that nothing travels that nobody needs; pairs of ranks without a common document exchange nothing.
+The documents of a packed sequence and its layout determine which tokens the queries of each rank see.
+Every rank's KV is cut into shares where the set of ranks that see it changes (requirements.py), so that
+nothing travels that nobody needs. Ranks without a common document exchange nothing.
 
-    one node        a share goes from its owner straight to each rank that needs it
-    relay=4         on a mesh: over four steps, some of it by way of a third rank whose links are idle;
-                    own keys are computed in the steps that have least to do
-    several nodes   once to one rank of each other node (over the owner's rail where that rank needs
-                    it too), which hands it on to its node peers
+    one node        a share goes from its owner directly to each rank that needs it
+    relay=4         on a full mesh: over four steps, some shares through a third rank whose links are
+                    idle (two_hop.py); work on a rank's own KV fills the steps that have the least
+    several nodes   a share goes once to each other node, to its ingress rank: the rank on the owner's
+                    rail if it needs the share, else the next one that does; the ingress rank sends it
+                    on to its node peers
 
-Where the layout leaves ranks with uneven work and tokens may not be permuted (`contiguous`), queries
-of busy ranks are computed by idle ones (`move_q`; offload.py) and their answers come home.
+A layout may leave ranks with unequal work, and tokens may not be permuted (`contiguous`). Then queries of
+busy ranks are computed on other ranks (`move_q`; offload.py), and their partial outputs return.
 
-Steps are filled receiver by receiver up to `buffer_tokens`, each receiver starting with the rank
-after it, and there are no more steps than that needs. Gradients return on reversed arcs, added up on
-the way. Source: the idea of HSAP (arXiv 2606.30460); the compilation rules are this project's own.
+Every receiver's arrivals are put into steps of about `buffer_tokens` tokens, starting with those of the
+rank after it; there are no more steps than that takes. Gradients return over the reversed arcs and are
+added up on the way. Source: the idea of HSAP (arXiv 2606.30460); the compilation rules are this
+project's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,16 +30,19 @@ from typing import Any
 import numpy as np
 
 from ...errors import PlanError, check_int
+from ...machines.machine import Machine
 from ...sequence.layouts import Layout, Pieces
 from ...sequence.tiles import pair_table, take, working_order
+from ..counts import load_table
 from ..hops import KV, NO_OFFLOADED, Hops, OffloadedPairs, Q
 from ..routed import Routed, Routes, busiest, complete
-from ..schedule import DeclaredLimits
+from ..schedule import DeclaredLimits, Example, option
 from .offload import offload
-from .requirements import Shares, Wants
+from .requirements import Requirements, Shares
 from .two_hop import spread
 
-MOST_RELAYING = 16  # ranks: a way is searched for every share and receiver
+RELAY = 6  # steps that `select` tries
+MOST_RELAYING = 16  # ranks: routes are searched for every share and receiver
 MOST_RELAY_STEPS = 1 << 10
 SPLIT = 8  # no share is larger than this part of a step's buffer
 
@@ -44,7 +50,7 @@ SPLIT = 8  # no share is larger than this part of a step's buffer
 def fill_steps(
     receiver: np.ndarray, order: np.ndarray, size: np.ndarray, budget: int
 ) -> np.ndarray:
-    """A step for each arrival: by receiver, in `order`, about `budget` tokens a step (one share more)."""
+    """A step for each arrival: by receiver, in `order`, about `budget` tokens per step (one share more)."""
     index = np.lexsort((order, receiver))
     r, n = receiver[index], size[index]
     before = np.cumsum(n) - n
@@ -57,14 +63,39 @@ def fill_steps(
 
 @dataclass(frozen=True)
 class Sap(Routed):
-    """only what the row's documents need, compiled rank by rank (HSAP's inter-node part)"""
+    """only what the documents need, compiled rank by rank (HSAP's inter-node part)"""
 
-    buffer_tokens: int = 0  # a step's arrivals; 0: the largest rank's tokens
-    move_q: bool = False
-    # steps over which shares are spread, straight or by way of a third rank; 0: straight
-    relay: int = 0
+    buffer_tokens: int = option(
+        0,
+        "tokens that a rank receives per step; 0: as many as the largest rank has",
+        omit_default=True,
+    )
+    move_q: bool = option(False, "whether queries of busy ranks are computed on other ranks")
+    relay: int = option(
+        0,
+        "steps over which shares are spread, directly or through a third rank; 0: directly",
+        omit_default=True,
+    )
 
     name = "sap"
+    order = 130
+    example = Example("mesh2x2", steps=5, lengths=(30, 9, 25), layout="balanced")
+
+    @classmethod
+    def resolve(
+        cls, machine: Machine, options: Mapping[str, Any], layout: Layout | None
+    ) -> dict[str, Any]:
+        """Queries move where the layout keeps tokens in order, and messages are point to point."""
+        if layout is None:
+            return dict(options)
+        in_order = layout.name == "contiguous"
+        return {"move_q": in_order and options.get("exchange", "p2p") == "p2p", **options}
+
+    @classmethod
+    def candidates(cls, machine: Machine, kv_bytes: float) -> Iterable[dict[str, Any]]:
+        """Directly, and on a full mesh over six steps and third ranks."""
+        mesh = machine.num_nodes == 1 and machine.link_gbps and not machine.port_gbps
+        return ({}, {"relay": RELAY}) if mesh and machine.ranks <= MOST_RELAYING else ({},)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,45 +113,39 @@ class Sap(Routed):
         if self.move_q and self.layout is not None and self.layout.name == "striped":
             raise PlanError("sap: move_q=True cannot cut stripes; they are even without it")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        given = {"buffer_tokens": self.buffer_tokens} if self.buffer_tokens else {}
-        given |= {"relay": self.relay} if self.relay else {}
-        return {**super().options, **given, "move_q": self.move_q}
-
     @cached_property
     def _budget(self) -> int:
         return max(1, self.buffer_tokens or int(self._layout.counts.max()))
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
         """Local borders of the rank's shares, int64 [1, num_shares + 1]; the last ones may be empty."""
-        own = self._wants.cuts[rank]
+        own = self._requirements.cuts[rank]
         return np.concatenate([own, np.full(self.num_shares + 1 - len(own), own[-1])])[None, :]
 
     @cached_property
-    def _wants(self) -> Wants:
-        given = offload(self._layout) if self.move_q else None
+    def _requirements(self) -> Requirements:
+        pairs = offload(self._layout) if self.move_q else None
         most = self._budget // SPLIT
-        if self.relay:  # so many parts that all ways and steps get some
+        if self.relay:  # shares small enough for all routes and steps to get some
             most = min(most, int(self._layout.counts.max()) // (4 * self.ranks))
-        return Wants(self._layout, max(1, most), given)
+        return Requirements(self._layout, max(1, most), pairs)
 
     @property
     def num_shares(self) -> int:
-        return self._wants.num_shares
+        return self._requirements.num_shares
 
     @cached_property
     def _routes(self) -> Routes:
         shape = (self.ranks, self.ranks, self.num_shares)
-        keys = self._keys()
-        if not self._wants.moves_some:
-            return complete(keys, NO_OFFLOADED, shape)
-        shares, (q, k, worker) = self._wants.shares, self._wants.away
+        kv = self._kv_hops()
+        if not self._requirements.offloads:
+            return complete(kv, NO_OFFLOADED, shape)
+        shares, (q, k, worker) = self._requirements.shares, self._requirements.offloaded
         visits = np.unique(worker * len(shares.owner) + q)
         rank, share = np.divmod(visits, len(shares.owner))
         zero, owner = np.zeros_like(rank), shares.owner[share]
         remote_queries = Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
-        meets = OffloadedPairs(
+        pairs = OffloadedPairs(
             np.zeros_like(q),
             worker,
             shares.owner[q],
@@ -128,78 +153,79 @@ class Sap(Routed):
             shares.owner[k],
             shares.number[k],
         )
-        return complete(Hops.concat([keys, remote_queries]), meets, shape)
+        return complete(Hops.concat([kv, remote_queries]), pairs, shape)
 
-    def _keys(self) -> Hops:
-        """The kv hops."""
-        shares, m = self._wants.shares, self.node_size
-        dst, share = self._wants.wanted()
+    def _kv_hops(self) -> Hops:
+        shares, m = self._requirements.shares, self.node_size
+        dst, share = self._requirements.required()
         if self.relay:
             return self._relayed(dst, share)
         owner, size = shares.owner[share], shares.size[share]
-        # the gate of a node: the rank that needs the share and is next after the owner's rail
-        away = dst // m != owner // m
-        rail = (dst - owner) % m
+        # the ingress rank of a node: of those that need the share, the next from the owner's rail on
+        across = dst // m != owner // m
+        rail = (dst - owner) % m  # from the owner's rail on
         order = np.lexsort((rail, dst // m, share))
         s, node = share[order], (dst // m)[order]
         new = np.concatenate([[True], (s[1:] != s[:-1]) | (node[1:] != node[:-1])])[: len(s)]
-        gate = np.empty_like(dst)
-        gate[order] = dst[order][np.maximum.accumulate(np.where(new, np.arange(len(s)), 0))]
-        src = np.where(away & (gate != dst), gate, owner)
+        ingress = np.empty_like(dst)
+        ingress[order] = dst[order][np.maximum.accumulate(np.where(new, np.arange(len(s)), 0))]
+        src = np.where(across & (ingress != dst), ingress, owner)
         turn = ((owner - dst - 1) % self.ranks) * self.num_shares + shares.number[share]
         step = np.zeros(len(dst), dtype=np.int64)
-        relayed = away & (gate != dst)
+        relayed = across & (ingress != dst)
         budget = self._budget - self._budget // SPLIT
-        if relayed.any():  # three kinds of arrivals share the buffer: near, from afar, handed on
-            budget = self._budget // 3 - self._budget // SPLIT
-        near, far = ~away, away & ~relayed
-        for some, into in ((near, dst), (far, dst // m if relayed.any() else dst)):
-            step[some] = fill_steps(into[some], turn[some], size[some], max(1, budget))
         if (
             relayed.any()
-        ):  # a gate hands on in the step after; what a node takes in a step is bounded
+        ):  # arrivals from the node, from other nodes and from ingress ranks share it
+            budget = self._budget // 3 - self._budget // SPLIT
+        near, far = ~across, across & ~relayed
+        for these, into in ((near, dst), (far, dst // m if relayed.any() else dst)):
+            step[these] = fill_steps(into[these], turn[these], size[these], max(1, budget))
+        if (
+            relayed.any()
+        ):  # an ingress rank sends on in the next step, so a node's arrivals are bounded
             far_key = share[far] * self.ranks + dst[far]
             order = np.argsort(far_key)
             at = np.searchsorted(far_key[order], share[relayed] * self.ranks + src[relayed])
             step[relayed] = step[far][order][at] + 1
         else:
-            _, step = np.unique(step, return_inverse=True)  # steps without work are merged away
+            _, step = np.unique(step, return_inverse=True)  # steps without hops are left out
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
 
     def _relayed(self, dst: np.ndarray, share: np.ndarray) -> Hops:
-        shares = self._wants.shares
+        shares = self._requirements.shares
         order = np.lexsort((dst, share))
-        # a gradient on its way by a third rank stays there for four steps, keys stay for two
+        # a gradient stays on a third rank for four steps, KV for two
         budget = max(1, 3 * (self._budget - self._budget // SPLIT) // 5)
-        found = spread(
+        moves = spread(
             dst[order], share[order], shares.owner, shares.size, self.ranks, budget, self.relay
         )
-        _, step = np.unique(found.step, return_inverse=True)
-        owner, number = shares.owner[found.share], shares.number[found.share]
-        return Hops(step, found.src, found.dst, owner, number, np.full_like(owner, KV))
+        _, step = np.unique(moves.step, return_inverse=True)
+        owner, number = shares.owner[moves.share], shares.number[moves.share]
+        return Hops(step, moves.src, moves.dst, owner, number, np.full_like(owner, KV))
 
     def own_steps(self, rank: int) -> np.ndarray:
-        """With `relay` own work fills the steps in which there is least to compute."""
+        """With `relay`, work on the rank's own KV fills the steps in which there is least to compute."""
         return self._fill[rank] if self.relay else super().own_steps(rank)
 
     @cached_property
     def _fill(self) -> list[np.ndarray]:
-        layout, shares, hops = self._layout, self._wants.shares, self._routes.forward
+        layout, shares, hops = self._layout, self._requirements.shares, self._routes.forward
         index = np.searchsorted(shares.owner, hops.owner) + hops.share
         result = []
         for rank in range(self.ranks):
             step = np.zeros(self.num_shares, dtype=np.int64)
             result.append(step)
-            if self._wants.moves_some or not len(hops.step):
+            if self._requirements.offloads or not len(hops.step):
                 continue
-            mine, come = np.flatnonzero(shares.owner == rank), np.flatnonzero(hops.dst == rank)
-            own, keys = (self._pieces(shares, x) for x in (mine, index[come]))
-            order = working_order(keys)
-            found = pair_table(layout.pieces(rank), take(keys, order), layout.docs)
-            when = hops.step[come][order][found.k] + 1
-            work = np.bincount(when, weights=found.area, minlength=int(hops.step.max()) + 2)
-            found = pair_table(own, take(own, working_order(own)), layout.docs)
-            area = np.bincount(found.q, weights=found.area, minlength=len(mine))
+            mine, received = np.flatnonzero(shares.owner == rank), np.flatnonzero(hops.dst == rank)
+            own, remote = (self._pieces(shares, x) for x in (mine, index[received]))
+            order = working_order(remote)
+            pairs = pair_table(layout.pieces(rank), take(remote, order), layout.docs)
+            when = hops.step[received][order][pairs.k] + 1
+            work = np.bincount(when, weights=pairs.area, minlength=int(hops.step.max()) + 2)
+            pairs = pair_table(own, take(own, working_order(own)), layout.docs)
+            area = np.bincount(pairs.q, weights=pairs.area, minlength=len(mine))
             for i in np.argsort(-area, kind="stable").tolist():  # the largest first
                 step[shares.number[mine[i]]] = least = int(work.argmin())
                 work[least] += area[i]
@@ -218,11 +244,12 @@ class Sap(Routed):
         forward = self._routes.forward
         link, across, *_ = busiest(forward, self.ranks, self.node_size)
         largest = max(1, int(self._layout.counts.max()))
-        # one share over the budget for each kind of arrival; tiny rows round up to whole tokens
+        # one share over the budget for each kind of arrival; tiny sequences round up to one token
         slack = 2 * 3 * max(1, self._budget // SPLIT) if self._budget < 8 * SPLIT else 0
-        q = forward.where(forward.kind == Q)  # all come in the first step
-        size = self._wants.shares.size[np.searchsorted(self._wants.shares.owner, q.owner) + q.share]
-        remote_queries = int(np.bincount(q.dst, size, minlength=1).max())
+        q = forward.where(forward.kind == Q)  # all arrive in the first step
+        shares = self._requirements.shares
+        size = shares.size[np.searchsorted(shares.owner, q.owner) + q.share]
+        remote_queries = int(load_table((self.ranks,), q.dst, amount=size).max())
         return DeclaredLimits(
             link, across, (2 * self._budget + slack) / largest, remote_queries / largest
         )
