@@ -121,7 +121,7 @@ def fabric_up(
 
 @command(fabric, "down")
 def fabric_down(json_: Json = False) -> None:
-    """Remove what `up` left, whoever left it, and end what still runs inside."""
+    """Remove the network that `up` built, and end what still runs inside."""
     from ..lab.emulation.network import down
 
     names = down()

@@ -1,1 +1,1 @@
-"""Running and measuring: the demo, benchmarks, their data and result files."""
+"""Running and measuring: benchmarks, training runs, emulated networks and devices, the demo, doctor."""

@@ -26,9 +26,7 @@ from ...runtime.sharding import shard, unshard
 from ...sequence.documents import Documents
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-FLOOR_ULP = (
-    8  # an error of at most so many roundings of the largest value is always within the limit
-)
+FLOOR_ULP = 8  # roundings of the largest value: an error below them is always within its limit
 
 
 @dataclass(frozen=True)

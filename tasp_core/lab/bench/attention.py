@@ -25,7 +25,7 @@ from .accuracy import Errors, Inputs, Reference, as_dict
 from .figures import Result, ccr, predictions, total
 from .passes import DIRECTIONS, Pass, Samples, in_turn, method_errors, slowest
 
-COMPARED = 8192  # up to so many tokens the output is compared as a whole
+COMPARED = 8192  # tokens up to which the output is compared as a whole
 QUERIES = 32  # of each rank that are compared in a longer sequence
 
 
@@ -72,7 +72,7 @@ class Config:
     peak_tflops: float = 0.0
 
     def plans(self, tokens: int, on: Machine | None) -> list[Plan]:
-        """Each method's plan of one document of so many tokens."""
+        """Each method's plan of one document of `tokens` tokens."""
         docs, plans = Documents.of([tokens], causal=self.causal), []
         for method in self.methods:
             schedule, _, layout = method.partition(":")
@@ -87,7 +87,7 @@ class Config:
         return Inputs.random(*sizes, dtype=dtype).to(device)
 
     def tflops(self, tokens: int, seconds: float, direction: str) -> float:
-        """TFLOP/s per rank when all ranks do one direction of a pass in so many seconds."""
+        """TFLOP/s per rank when all ranks do one direction of a pass in `seconds`."""
         pairs = Documents.of([tokens], causal=self.causal).num_pairs
         flops = (4 if direction == "forward" else 10) * pairs * self.heads * self.head_dim
         return flops / seconds / self.ranks / 1e12

@@ -44,7 +44,10 @@ MANY = 17  # messages of a step, against 1, show what each costs
 BUSY = 4  # a step's bytes keep links busy so many times as long as MANY tiny messages take
 # tokens of kernel calls
 LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (4096, 8192, 16384, 32768)}
-BUSY_S, MOST_TOKENS = 0.1, 1 << 14  # a pass keeps links busy so long, or has so many tokens
+BUSY_S, MOST_TOKENS = (
+    0.1,
+    1 << 14,
+)  # a long pass of `processor`: seconds of its messages, and tokens at most
 TOKEN_BYTES = 4096  # of a token's KV in the passes of `processor`
 
 
@@ -145,7 +148,7 @@ class Bench:
         return float(np.median(samples))
 
     def send(self, pairs: Pairs, nbytes: int, messages: int = 1) -> None:
-        """All pairs' transfers at once, each of `nbytes` in so many messages."""
+        """All pairs' transfers at once, each of `nbytes` in `messages` messages."""
 
         def transfers(peers: list[int]) -> list[Transfer]:
             size = nbytes // messages
@@ -234,9 +237,8 @@ def messages(bench: Bench) -> dict[str, float]:
     tiny = bench.steps(name, pairs, MANY * 64, 1)
     nbytes = MANY * max(64, int(BUSY * tiny * gbps * 1e9 / MANY))
     one, many = (bench.steps(name, pairs, nbytes, count) for count in (1, MANY))
-    posted = max(
-        0.0, (many - one) / (2 * (MANY - 1))
-    )  # so many more are sent, and as many received
+    ends = 2 * (MANY - 1)  # MANY - 1 more messages are sent, and as many received
+    posted = max(0.0, (many - one) / ends)
     latency = max(0.0, one - nbytes / gbps / 1e9 - 2 * posted)
     return {"latency_s": latency, "message_s": posted} | processor(bench, gbps)
 
@@ -344,7 +346,7 @@ def _pass(
     kernel: str,
     dtype: torch.dtype,
 ) -> Pass:
-    """A pass of a full mask over so many tokens on each rank.
+    """A pass of a full mask over `tokens` tokens on each rank.
 
     Args:
         heads: query heads, KV heads, head dim.

@@ -39,7 +39,7 @@ class Throughput:
 
     @classmethod
     def of(cls, s: Settings, device: torch.device, world_size: int) -> Throughput:
-        """That of a run on so many ranks."""
+        """The throughput of a run on `world_size` ranks."""
         dtype = getattr(torch, s.dtype)
         return cls(SIZES[s.size], world_size, s.dtype, peak(device, dtype, s.peak_tflops), s.gbps)
 
