@@ -121,9 +121,7 @@ def test_kinds_that_a_schedule_does_not_name_are_refused(name, lost, monkeypatch
     exchange.rank = 0
     word = {Q: "q", OUT: "out"}[lost]
     with pytest.raises(PlanError, match=rf"step {t}: {word}\d\.0 is to move, .* carries kv"):
-        exchange.post_all_to_all(
-            t, step.sends, step.recvs, {"kv": torch.zeros(1)}, program.kinds
-        )
+        exchange.post_all_to_all(t, step.sends, step.recvs, {"kv": torch.zeros(1)}, program.kinds)
 
 
 def test_an_executor_refuses_an_exchange_that_it_does_not_know():
@@ -192,7 +190,9 @@ def test_a_collective_moves_what_its_hops_say(p, reason):
 @pytest.mark.parametrize("p", [gathering(library="broadcast"), gathering(("", "t0 0>1 q0.0"))])
 def test_a_collective_that_no_executor_knows_is_not_lowered(p):
     """Nor one beside which there are messages: none is left out without a word."""
-    with pytest.raises(PlanError, match=r"rank 0, step 0: executors know one collective, all_gather"):
+    with pytest.raises(
+        PlanError, match=r"rank 0, step 0: executors know one collective, all_gather"
+    ):
         lower(p, 0)
 
 

@@ -84,7 +84,9 @@ def differences(p: Plan, programs: list[Program], *, backward: bool) -> list[str
     # Programs need both for stripes, and a CAUSAL one for a square of one token: one call more or less.
     wrong += [] if abs(work.calls - calls).max(initial=0) <= 1 else ["calls"]
     wrong += [] if np.array_equal(work.calls > 0, calls > 0) else ["steps with calls"]
-    cut = len(p.schedule.offloaded.step) or any(p.schedule.own_steps(r).any() for r in range(p.ranks))
+    cut = len(p.schedule.offloaded.step) or any(
+        p.schedule.own_steps(r).any() for r in range(p.ranks)
+    )
     dense = len(p.docs.lengths) == 1 and p.docs.window is None and p.layout.name != "striped"
     if dense and not cut and p.subchunks.count.min() > 1:
         wrong += [] if np.array_equal(work.calls, calls) else ["calls, exactly"]

@@ -6,6 +6,7 @@
     mask(plan or docs, rank=, step=) which pairs are visible, who computes them, when
     balance([(label, plan)])         who computes how much, and when
     memory(plan, rank=)              what lies in a rank's buffers
+    lowering(plan, rank=)            what each pass of lowering makes of a rank's steps
     timeline([(label, simulated)])   who computes, sends and waits, when
     compare([(label, simulated)])    how long each plan takes
     topology(machine)                ranks, links, switches, NICs and their capacities
