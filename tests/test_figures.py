@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from test_visualize import SVG, named, text_boxes, texts, tip
 
-from tasp_core import Documents, machine, plan
+from tasp_core import Documents, lower, machine, plan
 from tasp_core.costs.simulate import Timeline
 from visualize import (
     Figure,
@@ -23,6 +24,7 @@ from visualize import (
     compare,
     hops,
     links,
+    lowering,
     mask,
     memory,
     results,
@@ -31,7 +33,7 @@ from visualize import (
     together,
     topology,
 )
-from visualize.colours import colour
+from visualize.colours import colour, mix
 from visualize.figure import CELL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +86,10 @@ def gallery() -> dict[str, Figure]:
         "memory 1": memory(make("ring", 1)),
         "memory all": memory(make("all_gather", 5)),
         "memory 40": memory(make("tasp", 40, docs=[4000])),
+        "lowering": lowering(eight, rank=3, backward=True, first=1),
+        "lowering sap": lowering(packed, rank=3),
+        "lowering mesh": lowering(make("mesh", 6), steps=3),
+        "lowering 1": lowering(make("ring", 1)),
         "timeline": timeline([("Ring", times()), ("long label " * 9, times(8, 8))]),
         "compare": compare([("Ring", times()), ("long label " * 9, times(8, 8))]),
         "timeline 1": timeline(times(1, 1)),
@@ -130,7 +136,7 @@ def test_three_forms_say_the_same(name):
     assert list(bundle) == ["text/plain", "image/svg+xml", "application/vnd.plotly.v1+json"]
     drawn = json.loads(json.dumps(bundle["application/vnd.plotly.v1+json"], allow_nan=False))
     words = [w for t in drawn["data"] if t.get("mode") == "text" for w in t["text"]]
-    words = [re.sub("</?b>", "", w) for w in words] + [
+    words = [html.unescape(re.sub("</?b>", "", w)) for w in words] + [
         a["text"] for a in drawn["layout"]["annotations"]
     ]
     assert sorted(words) == sorted(t.text or "" for t in texts(ET.fromstring(fig.svg)))
@@ -190,7 +196,21 @@ def test_a_rank_has_one_colour_in_all_figures():
         enumerate(wanted)
     )
     spans = named(ET.fromstring(memory(row).svg), "span")
-    assert all(s.get("fill") == colour(int(tip(s)[2])) for s in spans[1::2])
+    fills = {(int(tip(s)[2]), s.get("fill")) for s in spans}  # pale in the first step
+    assert fills == {
+        (r, f) for r in range(1, 8) for f in (wanted[r], mix(wanted[r], "#FFFFFF", 0.55))
+    }
+
+
+def test_the_last_panel_of_lowering_is_the_program():
+    p = make("tasp", 4, docs=[64])
+    program = lower(p, 2, backward=True)
+    fig = lowering(p, rank=2, backward=True, first=1, steps=1)
+    words = [t.text or "" for t in texts(ET.fromstring(fig.svg))]
+    last = " ".join(words[words.index("insert_frees") :]).split()
+    expected = " ".join(map(str, program.steps[1].instructions)).split()
+    assert len(expected) > 40
+    assert [x for x in last if x in set(expected)][-len(expected) :] == expected
 
 
 def test_bad_requests_are_refused():
@@ -205,6 +225,9 @@ def test_bad_requests_are_refused():
         (lambda: mask(docs, rank=0), "have no ranks"),
         (lambda: timeline([]), "at least one"),
         (lambda: memory(p, rank=4), "rank 4 does not exist"),
+        (lambda: lowering(p, rank=4), "rank 4 does not exist"),
+        (lambda: lowering(p, first=4), r"there are steps 0..3, got first=4, steps=2"),
+        (lambda: lowering(p, steps=0), "steps=0"),
         (lambda: mask(make("ring", 129)), "at most 128"),
         (lambda: hops(make("ring", 129)), "at most"),
         (lambda: topology(machine("mesh129")), "at most"),

@@ -6,6 +6,7 @@
     mask(plan or docs, rank=, step=) which pairs are visible, which rank computes them, in which step
     balance([(label, plan)])         the work of each rank in each step
     memory(plan, rank=)              the content of a rank's buffers, step by step
+    lowering(plan, rank=)            what each pass of lowering makes of a rank's steps
     timeline([(label, simulated)])   when each rank computes, communicates and waits
     compare([(label, simulated)])    how long each plan takes
     topology(machine)                ranks, links, switches, NICs and their capacities

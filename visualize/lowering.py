@@ -29,7 +29,7 @@ PASSES = {
     "emit": "instructions in order: messages start before the computation and are waited for after it",
     "insert_frees": "FREE after the last use of rows",
 }
-LINE, LEFT, MOST, SIZE = 17.0, 12.0, 16, 12
+LINE, LEFT, MOST, SIZE = 18.0, 12.0, 16, 13
 
 
 def _cell(lines: list[Line], before: set[str], width: float) -> Drawing:
@@ -63,15 +63,12 @@ def _panel(name: str, lines: list[Line], before: list[Line], steps: range) -> Dr
     marks.append(small(complex(16 + 9.6 * len(name), 9), PASSES[name], "start"))
     marks.append(gridline(22j, complex(INNER, 22)))
     y = 28.0
-    cells = [
-        _cell([x for x in lines if x.step == step], old, pitch - 12 - 44 * (not i))
-        for i, step in enumerate(steps)
-    ]
+    cells = [_cell([x for x in lines if x.step == step], old, pitch - 64) for step in steps]
     for i, (step, cell) in enumerate(zip(steps, cells, strict=True)):
         at = complex(pitch * i, y)
         marks.append(small(at + 8j, f"step {step}", "start"))
         marks += [m.moved(at + complex(48, 0)) for m in cell.marks]
-    y += max(LINE, *(cell.height for cell in cells)) if len(cells) > 1 else cells[0].height
+    y += max([LINE, *(cell.height for cell in cells)])
     if loose := [line for line in lines if line.step is None]:
         cell = _cell(loose, old, INNER - 160)
         marks.append(rect(complex(0, y + 4), complex(INNER, cell.height + 8), stroke=PALE))

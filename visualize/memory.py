@@ -1,10 +1,11 @@
-"""Memory: what lies in one rank's buffers, step by step, read off its lowered program.
+"""Memory: what lies in one rank's buffers, step by step, read from its program's instructions.
 
     memory(plan, rank=2)                  keys and values that pass through
     memory(plan, rank=2, backward=True)   and the gradients on their way home
 
-Rows of the buffer go down, steps go right. A box is a share of another rank's KV in its place, from the
-step in which it arrives (paler) to the last in which it is computed on or sent on.
+Rows of the buffer go down, steps go right. A box is a share of another rank's KV at its rows, from the
+step in which it is received (paler) to the one in which the program frees it, after its last use. A box of
+one step only is a share that nothing reads: no query of the rank sees it.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def memory(plan: Plan, *, rank: int = 0, backward: bool = False, label: str = ""
     title = f"{place(plan, label)}: rank {rank} needs room for {needs} of other ranks"
     note = f"1 KV: as much as the rank's own keys and values, {tokens:,} tokens. A box has its owner's "
     note += "colour, paler in its first step, in which it arrives or is computed. "
-    note += "Rows are used again as soon as nothing needs them."
+    note += "Rows are used again as soon as nothing needs them; what no query sees leaves at once."
     panels = [_panel(h, s, n, tokens, steps) for h, s, n in rows]
     owners = sorted({s.owner for _, spans, _ in rows for s in spans})
     if len(owners) <= 32:
