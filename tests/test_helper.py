@@ -74,9 +74,13 @@ WRONG_HOPS = [
     ("t0 4>0 q4.0", None, "does not hold both"),
     ("t1 3>0 q3.0", "t2 3>0 q3.0", "does not hold both"),
     ("t0 4>0 q4.0", "t0 3>0 q4.0", "sends what it does not hold"),
-    ("t2 0>4 dq4.0", None, "sends what q4.0 found 0 times"),
-    ("t3 1>4 dq4.0", "t1 1>4 dq4.0", "goes home late and straight"),
-    ("t3 1>4 dq4.0", "t3 1>3 dq4.0", "goes home late and straight"),
+    (
+        "t2 0>4 dq4.0",
+        None,
+        "partial output of q4.0 home once if it computes one, else never; it sends it 0 times",
+    ),
+    ("t3 1>4 dq4.0", "t1 1>4 dq4.0", "after its last contribution is computed; this is not so at"),
+    ("t3 1>4 dq4.0", "t3 1>3 dq4.0", "after its last contribution is computed; this is not so at"),
 ]
 
 
@@ -118,8 +122,8 @@ class Bent(Helper):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("twice", "computed away from home twice"),
-        ("lost", "found 1 times"),
+        ("twice", "is offloaded twice"),
+        ("lost", "it sends it 1 times"),
         ("home", "is their home"),
         ("early", "does not hold both"),
     ],

@@ -304,7 +304,7 @@ def test_text_that_no_reader_should_take(text, reason):
 @pytest.mark.parametrize("loads", [[99, 99], [10**9, 10**9]])
 def test_a_large_promise_is_fine_and_is_shown(loads):
     made = Plan.from_json(fields_of("table", limits=[*loads, 99.0, 99.0]))
-    assert f"0..1 shares a link and step ({loads[0]} declared)" in str(check(made))
+    assert f"0..1 shares per link and step ({loads[0]} declared)" in str(check(made))
 
 
 def test_links_are_checked_on_the_machine_whatever_the_schedule_was_made_for():

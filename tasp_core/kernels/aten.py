@@ -68,8 +68,8 @@ def _equal_dims(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     The head dim is made innermost in memory where it is not: flash kernels take that for granted.
     """
     size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    whole = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in whole)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    return tuple(x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in rows)
 
 
 def _cat1(parts: list[Tensor]) -> Tensor:

@@ -52,5 +52,5 @@ def resolve(name: str | Kernel, device_type: str, dtype: torch.dtype) -> Kernel:
         raise PlanError(
             f"kernel {name!r} on {device_type} takes fp16 and bf16, not {dtype}; use 'math'"
         )
-    found = flash.AtenFlash() if name == "aten" else flash.find("flash")
-    return VarlenKernel(found)
+    varlen = flash.AtenFlash() if name == "aten" else flash.find("flash")
+    return VarlenKernel(varlen)

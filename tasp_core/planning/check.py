@@ -31,17 +31,17 @@ NEVER = np.iinfo(np.int64).max // 2  # the arrival of what does not arrive
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found; loads count shares a link and step, forward pass.
+    """What `check` found; loads count shares per link and step of the forward pass.
 
     Attributes:
-        max_load, min_load: most and least shares a link inside a node carries in a step (between
+        max_load, min_load: most and least shares that a link inside a node carries in a step (between
             nodes of one rank: a NIC).
-        max_nic, min_nic: the same for shares a rank sends over its NIC.
+        max_nic, min_nic: the same for shares that a rank sends over its NIC.
         busy: mean share of the links that carry something in a step.
         busiest: (src, dst, shares) of the link, or (rank, rank, shares) of the NIC, with the most in all.
         pairs: visible (query, key) pairs, each computed exactly once.
-        peak_shards: most travelling KV a rank holds, in multiples of one rank's KV.
-        peak_remote_queries: most queries of other ranks a rank holds, in multiples of one rank's tokens.
+        peak_shards: most received KV that a rank holds, in multiples of one rank's KV.
+        peak_remote_queries: most remote queries that a rank holds, in multiples of one rank's tokens.
         work: pairs computed, int64 [ranks, steps + 1].
         tokens_sent: tokens whose keys or queries each rank sends, int64 [ranks].
         messages: hops with tokens in them, whole forward pass.
@@ -74,17 +74,17 @@ class Report:
     def step_balance(self) -> float:
         """The worst step's work max/mean over ranks."""
         mean = self.work.mean(axis=0)
-        some = mean > 0
-        return float((self.work.max(axis=0)[some] / mean[some]).max(initial=1.0))
+        busy = mean > 0
+        return float((self.work.max(axis=0)[busy] / mean[busy]).max(initial=1.0))
 
     def _links(self) -> str:
         if not self.links_proved:
             return "not proved: what links carry in a collective is the choice of its library"
         most = f" ({self.limits.inside} declared)" * (self.limits.inside > self.max_load)
-        nics = f", {self.min_nic}..{self.max_nic} a NIC" if self.max_nic else ""
+        nics = f", {self.min_nic}..{self.max_nic} per NIC" if self.max_nic else ""
         nics += f" ({self.limits.across} declared)" * (self.limits.across > self.max_nic > 0)
         return (
-            f"proved: {self.min_load}..{self.max_load} shares a link and step{most}{nics}, "
+            f"proved: {self.min_load}..{self.max_load} shares per link and step{most}{nics}, "
             f"{self.busy:.1%} of the links busy per step"
         )
 
@@ -94,7 +94,7 @@ class Report:
                 f"holding    proved: every hop sends what its rank holds ({self.messages} messages)",
                 f"coverage   proved: {self.pairs} visible pairs, each computed once, no other pair",
                 f"links      {self._links()}",
-                f"memory     proved: at most {self.peak_shards:.3g} travelling KV a rank"
+                f"memory     proved: at most {self.peak_shards:.3g} travelling KV per rank"
                 + f", {self.peak_remote_queries:.3g} shards of remote queries"
                 * (self.peak_remote_queries > 0),
                 "gradients  proved: every contribution reaches its owner exactly once",
@@ -111,12 +111,12 @@ class _Checker:
     """One pass over one plan; each method proves one property."""
 
     def __init__(self, plan: Plan) -> None:
-        self.whole, self.plan = plan, plan.context_plan
+        self.full_plan, self.plan = plan, plan.context_plan
         self.n, self.shares = plan.context_plan.ranks, plan.schedule.num_shares
         self.all = plan.hops()
         self.hops = self.all.where(self.all.kind == KV)
         self.remote_queries = self.all.where(self.all.kind == Q)
-        self.found = self.all.where(self.all.kind == OUT)
+        self.partial_outputs = self.all.where(self.all.kind == OUT)
         self.back = plan.hops(backward=True)
         self.offloaded = plan.schedule.offloaded
         shape = (self.n, self.n, self.shares)
@@ -130,24 +130,24 @@ class _Checker:
     def fail(
         self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False
     ) -> None:
-        mark, word = None, ""
+        mark, hop = None, ""
         if hops is not None:
-            mark, word = int(hops.step[row]), f" at {hops.where(np.array([row])).lines()[0]}"
-        table = self.whole.table(backward=backward, mark=mark)
-        raise PlanError(f"{what}{word}\n{self.whole.summary()}\n{table}")
+            mark, hop = int(hops.step[row]), f" at {hops.where(np.array([row])).lines()[0]}"
+        table = self.full_plan.table(backward=backward, mark=mark)
+        raise PlanError(f"{what}{hop}\n{self.full_plan.summary()}\n{table}")
 
     @property
     def who(self) -> str:
         """What the numbers of hops and tables count."""
-        return "rank" if self.whole.intra == 1 else "group"
+        return "rank" if self.full_plan.intra == 1 else "group"
 
     @property
     def between(self) -> str:
-        return "" if self.whole.intra == 1 else " between groups"
+        return "" if self.full_plan.intra == 1 else " between groups"
 
     def name(self, number: int) -> str:
         """A rank; of groups of ranks, the group and its ranks."""
-        return self.whole.name_of(int(number))
+        return self.full_plan.name_of(int(number))
 
     def exchange(self) -> None:
         """What is moved by a collective is what the collective moves, and nothing else."""
@@ -191,9 +191,9 @@ class _Checker:
                 )
 
     def holding(self) -> None:
-        self._held(self.hops, self.arrival)
+        self._check_holding(self.hops, self.arrival)
         if len(self.remote_queries.step):
-            self._held(self.remote_queries, self.visit)
+            self._check_holding(self.remote_queries, self.visit)
         kv = self.back.where(np.isin(self.back.kind, (KV, Q)))
         moved = np.concatenate([self._numbers(self.hops), self._numbers(self.remote_queries)])
         if not np.array_equal(np.unique(self._numbers(kv)), np.unique(moved)):
@@ -204,7 +204,7 @@ class _Checker:
         shape = (MOST_STEPS, self.n, self.n, self.n, self.shares, len(KINDS))
         return np.ravel_multi_index(tuple(hops), shape)
 
-    def _held(self, hops: Hops, arrival: np.ndarray) -> None:
+    def _check_holding(self, hops: Hops, arrival: np.ndarray) -> None:
         key = np.ravel_multi_index((hops.dst, hops.owner, hops.share), arrival.shape)
         _, first = np.unique(key, return_index=True)
         again = np.setdiff1d(np.arange(len(key)), first)
@@ -220,8 +220,8 @@ class _Checker:
         if early.size:
             self.fail(f"a {self.who} sends what it does not hold yet", hops, early[0])
 
-    def answers(self) -> None:
-        """What is computed away from home: with what is there, once, and sent home afterwards."""
+    def offloading(self) -> None:
+        """Offloaded pairs: computed once, with what the rank holds, and sent to the owner afterwards."""
         m = self.offloaded
         keys = self.arrival[m.rank, m.owner, m.share]
         visit = self.visit[m.rank, m.q_owner, m.q_share]
@@ -235,17 +235,21 @@ class _Checker:
             )
         pairs = np.stack([m.q_owner, m.q_share, m.owner, m.share])
         if np.unique(pairs, axis=1).shape[1] < len(m.step):
-            self.fail("a pair of shares is computed away from home twice")
+            self.fail("a pair of shares is offloaded twice")
         last = np.zeros(self.arrival.shape, dtype=np.int64)
         np.maximum.at(last, (m.rank, m.q_owner, m.q_share), m.step)
-        for kind, hops in ((OUT, self.found), (DQ, self.back.where(self.back.kind == DQ))):
+        for kind, hops in (
+            (OUT, self.partial_outputs),
+            (DQ, self.back.where(self.back.kind == DQ)),
+        ):
             at = (hops.src, hops.owner, hops.share)
             sent = np.zeros_like(last)
             np.add.at(sent, at, 1)
             early = np.flatnonzero((last[at] >= hops.step) | (hops.dst != hops.owner))
             if early.size:
                 self.fail(
-                    "what remote_queries found goes home late and straight, not",
+                    "a partial output must go directly to the owner of its queries after its last "
+                    "contribution is computed; this is not so",
                     hops,
                     early[0],
                     kind == DQ,
@@ -254,7 +258,8 @@ class _Checker:
             if lost.size:
                 rank, owner, share = lost[0]
                 self.fail(
-                    f"{self.name(rank)} sends what q{owner}.{share} found {sent[rank, owner, share]} times",
+                    f"{self.name(rank)} must send its partial output of q{owner}.{share} home "
+                    f"once if it computes one, else never; it sends it {sent[rank, owner, share]} times",
                     backward=kind == DQ,
                 )
 
@@ -317,7 +322,7 @@ class _Checker:
         return load, nic_out
 
     def memory(self) -> tuple[float, float]:
-        """Most travelling KV and most remote queries a rank holds; raises over the limits."""
+        """Most received KV and most remote queries that a rank holds; raises over the limits."""
         limits, m = self.plan.schedule.limits, self.offloaded
         kv = self._peak(
             self.hops,
@@ -326,8 +331,8 @@ class _Checker:
             limits.buffer,
             "travelling KV",
         )
-        found, met = self.found, (m.rank, m.q_owner, m.q_share, m.step)
-        uses = [met, (found.src, found.owner, found.share, found.step)]
+        out, computed = self.partial_outputs, (m.rank, m.q_owner, m.q_share, m.step)
+        uses = [computed, (out.src, out.owner, out.share, out.step)]
         remote_queries = self._peak(
             self.remote_queries,
             self.visit,
@@ -410,9 +415,9 @@ class _Checker:
             if beyond.size and self.plan.schedule.exchange == "all_to_all":
                 what = f"every rank takes part in {steps} all-to-alls, which end before the hop"
                 self.fail(what, hops, beyond[0], backward)
-            if found := mispairing(self.plan, hops, backward=backward):
-                table = self.plan.table(backward=backward, mark=found.step)
-                raise PlanError(f"{found}\n{self.plan.summary()}\n{table}")
+            if fault := mispairing(self.plan, hops, backward=backward):
+                table = self.plan.table(backward=backward, mark=fault.step)
+                raise PlanError(f"{fault}\n{self.plan.summary()}\n{table}")
 
 
 def check(plan: Plan) -> Report:
@@ -433,7 +438,7 @@ def check(plan: Plan) -> Report:
     checker.names()
     checker.exchange()
     checker.holding()
-    checker.answers()
+    checker.offloading()
     work = checker.coverage()
     load, nic = checker.loads()
     peak, remote_queries = checker.memory()

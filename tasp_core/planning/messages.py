@@ -70,8 +70,8 @@ def messages_of(plan: Plan, hops: Hops) -> Messages:
     >>> from tasp_core import plan
     >>> p = plan([64], ranks=4, schedule="ring")
     >>> hops = p.hops(0, backward=True)
-    >>> found = messages_of(p, hops.where((hops.dst == 1) & (hops.step == 2)))
-    >>> found.hops.lines(), found.number.tolist(), found.tag.tolist()
+    >>> messages = messages_of(p, hops.where((hops.dst == 1) & (hops.step == 2)))
+    >>> messages.hops.lines(), messages.number.tolist(), messages.tag.tolist()
     (['t2 0>1 kv2.0', 't2 0>1 dkv3.0'], [0, 1], [0, 1])
     """
     late = np.flatnonzero(hops.step[1:] < hops.step[:-1])
@@ -88,11 +88,11 @@ def messages_of(plan: Plan, hops: Hops) -> Messages:
 
 def moves_of(plan: Plan, hops: Hops) -> Moves:
     """One row for each subchunk that hops move, in their order, as the messages of `messages_of`."""
-    found, parts = messages_of(plan, hops), plan.subchunks.parts
-    subchunk = np.stack([plan.subchunk_of(found.hops, p) for p in range(parts)], axis=1).ravel()
+    messages, parts = messages_of(plan, hops), plan.subchunks.parts
+    subchunk = np.stack([plan.subchunk_of(messages.hops, p) for p in range(parts)], axis=1).ravel()
     count = plan.subchunks.count[subchunk]
     keep = count > 0
-    columns = [np.repeat(c, parts)[keep] for c in (*found.hops, found.number, found.tag)]
+    columns = [np.repeat(c, parts)[keep] for c in (*messages.hops, messages.number, messages.tag)]
     return Moves._make([*columns[:6], subchunk[keep], count[keep], *columns[6:]])
 
 
@@ -150,7 +150,7 @@ def _coded(plan: Plan, hops: Hops) -> tuple[np.ndarray, np.ndarray]:
     return link, ((what << TAG_BITS) + tag) * 2 + starts(number)
 
 
-def _words(plan: Plan, end: _End, link: int) -> list[str]:
+def _texts(plan: Plan, end: _End, link: int) -> list[str]:
     """The messages of a link and step in words: "kv0.1 kv0.2 (96 tokens)"."""
     low, high = np.searchsorted(end.link, (link, link + 1))
     code = end.code[low:high]
@@ -174,7 +174,7 @@ def _difference(plan: Plan, one: _End, other: _End, who: str) -> Mispairing | No
     differ = (one.link[:n] != other.link[:n]) | (one.code[:n] != other.code[:n])
     at = int(differ.argmax()) if differ.any() else n
     link = min(int(end.link[at]) for end in (one, other) if at < len(end.link))
-    sides = [_words(plan, end, link) for end in (one, other)]
+    sides = [_texts(plan, end, link) for end in (one, other)]
     pairs = [*zip(*sides, strict=False)]
     number = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     sent, expected = (side[number] if number < len(side) else "nothing" for side in sides)
@@ -205,7 +205,7 @@ def mispairing(plan: Plan, table: Hops, *, backward: bool) -> Mispairing | None:
         sends.append((link[src == rank], code[src == rank]))
         recvs.append((link[dst == rank], code[dst == rank]))
     sent, expected = _End.of(sends), _End.of(recvs)
-    if found := _difference(plan, sent, expected, ""):
-        return found
-    whole = _End.of([_coded(plan, table)])
-    return _difference(plan, sent, whole, "the table of all ranks has")
+    if fault := _difference(plan, sent, expected, ""):
+        return fault
+    joint = _End.of([_coded(plan, table)])
+    return _difference(plan, sent, joint, "the table of all ranks has")

@@ -84,9 +84,9 @@ class Plan:
             )
         if (self.docs.window or 0) > MOST_WINDOW:
             raise PlanError(f"a window is at most {MOST_WINDOW} tokens, got {self.docs.window}")
-        for what, found in (("schedule", self.schedule.ranks), ("machine", self.machine.ranks)):
-            if found != n:
-                raise PlanError(f"the {what} is for {found} ranks, the layout for {n}")
+        for what, ranks in (("schedule", self.schedule.ranks), ("machine", self.machine.ranks)):
+            if ranks != n:
+                raise PlanError(f"the {what} is for {ranks} ranks, the layout for {n}")
         if self.layout.docs != self.docs:
             raise PlanError(
                 "the layout is of other documents than the plan; make it with tasp.plan"

@@ -86,8 +86,8 @@ def read_json(text: str, schema: int) -> dict[str, Any]:
         raise PlanError(f"not a plan: it cannot be read as JSON: {error!s:.200}") from None
     if not isinstance(data, dict):
         raise PlanError(f"not a plan: it must be a JSON object, got {data!r:.80}")
-    if type(found := data.get("schema")) is not int or found != schema:
-        raise PlanError(f"plan has schema {found!r:.80}, this version reads {schema}")
+    if type(number := data.get("schema")) is not int or number != schema:
+        raise PlanError(f"plan has schema {number!r:.80}, this version reads {schema}")
     if data.get("schedule") == Table.name:
         if "promise" in data and "limits" not in data:  # files written before version 0.2
             data["limits"] = data.pop("promise")
@@ -229,8 +229,8 @@ def _built(data: dict[str, Any], where: str, machine: Machine, layout: Layout) -
         raise PlanError(f"not a plan: {where}options must be an object, got {options!r:.80}")
     kinds = {option.name: option.type for option in SCHEDULES[name].options_taken()}
     for key, value in options.items():
-        kind, found = kinds.get(key), type(value).__name__
-        if kind is not None and found != kind and (kind, found) != ("float", "int"):
+        kind, actual = kinds.get(key), type(value).__name__
+        if kind is not None and actual != kind and (kind, actual) != ("float", "int"):
             raise PlanError(f"not a plan: {where}options.{key} must be {kind}, got {value!r:.80}")
     return _made(f"{where}options", lambda: build(name, machine, options, layout))
 

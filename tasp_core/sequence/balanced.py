@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import LayoutError
 from .documents import Documents
+from .masks import rows_area
 
 DOC, START, STOP, RATE, TOKENS, WORK = range(6)  # rows of an item table; RATE: 2 WORK / TOKENS
 FAR = 2**62  # more work than any row has
@@ -65,8 +66,8 @@ def place(
         tried.append(_joined(*run.place(ranks, most, token_tolerance, heavy, ease), ranks))
         if measure(tried[-1], sizes, causal=causal).work_max_mean <= most:
             break
-    found = [measure(pieces, sizes, causal=causal) for pieces in tried]
-    scores = [(max(most, x.work_max_mean), x.moved_tokens) for x in found]
+    balances = [measure(pieces, sizes, causal=causal) for pieces in tried]
+    scores = [(max(most, x.work_max_mean), x.moved_tokens) for x in balances]
     return tried[scores.index(min(scores))]
 
 
@@ -82,11 +83,11 @@ def measure(pieces: list[np.ndarray], lengths: np.ndarray, *, causal: bool = Tru
     work, tokens = np.zeros((2, ranks), dtype=np.int64)
     np.add.at(work, rank, _work(sizes, causal, doc, start, stop))
     np.add.at(tokens, rank, stop - start)
-    held, pair = np.unique(rank * len(sizes) + doc, return_inverse=True)
-    need = np.zeros(len(held), dtype=np.int64)
+    pairs, pair = np.unique(rank * len(sizes) + doc, return_inverse=True)
+    need = np.zeros(len(pairs), dtype=np.int64)
     np.maximum.at(need, pair, stop if causal else sizes[doc])
-    uneven = [float(x.max()) * ranks / float(x.sum()) if x.any() else 1.0 for x in (work, tokens)]
-    return Balance(uneven[0], uneven[1], int(need.sum() - tokens.sum()), len(rank))
+    max_mean = [float(x.max()) * ranks / float(x.sum()) if x.any() else 1.0 for x in (work, tokens)]
+    return Balance(max_mean[0], max_mean[1], int(need.sum() - tokens.sum()), len(rank))
 
 
 def lower_bound(
@@ -111,7 +112,7 @@ def lower_bound(
 
 def _work(sizes: np.ndarray, causal: bool, doc: Any, start: Any, stop: Any) -> Any:
     """Visible pairs of pieces: a token sees the tokens up to itself, or its whole document."""
-    return (stop - start) * (start + stop + 1) // 2 if causal else (stop - start) * sizes[doc]
+    return rows_area(sizes[doc], causal, start, stop)
 
 
 def _joined(rank: np.ndarray, pieces: np.ndarray, ranks: int) -> list[np.ndarray]:
@@ -148,8 +149,8 @@ class _Run:
 
     def __init__(self, sizes: np.ndarray, causal: bool, grid: int) -> None:
         self.work, self.grid = partial(_work, sizes, causal), grid
-        self.owner: list[int] = []  # of the columns of `held`
-        self.held: list[np.ndarray] = []
+        self.owner: list[int] = []  # of the columns of `placed`
+        self.placed: list[np.ndarray] = []
         docs = np.flatnonzero(sizes)
         items = self._describe(docs, 0 * docs, sizes[docs])
         self._open(items[:, np.argsort(items[RATE], kind="stable")])
@@ -170,7 +171,7 @@ class _Run:
                 self._take(slice(None))
             elif self.want > 0:
                 self._fill(int(1.02 * work_left) // (1 + others) - cap, int(heavy * work / ranks))
-        return np.array(self.owner), np.concatenate(self.held, axis=1)
+        return np.array(self.owner), np.concatenate(self.placed, axis=1)
 
     def _fill(self, aim: int, heavy: int) -> None:
         top = self.items.shape[1] - 1
@@ -281,7 +282,7 @@ class _Run:
     def _hold(self, items: np.ndarray) -> None:
         tokens, work = items[TOKENS:].sum(axis=1).tolist()
         self.want, self.room, self.due = self.want - tokens, self.room - work, self.due - work
-        self.held.append(items[:RATE])
+        self.placed.append(items[:RATE])
         self.owner += [self.rank] * items.shape[1]
 
     def _take(self, at: np.ndarray | slice) -> None:

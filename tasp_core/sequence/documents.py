@@ -150,10 +150,10 @@ class Documents:
         """
         docs = cls(cu_seqlens, causal, window)
         if total is not None and docs.total != total:
-            word = "overruns" if docs.total > total else "stops short of"
+            relation = "overruns" if docs.total > total else "stops short of"
             raise PlanError(
-                f"cu_seqlens {word} the packed sequence: it ends at {docs.total}, the sequence has {total} "
-                "tokens; its last entry must equal the sequence's length"
+                f"cu_seqlens {relation} the packed sequence: it ends at {docs.total}, the sequence has "
+                f"{total} tokens; its last entry must equal the sequence's length"
             )
         return docs
 

@@ -180,8 +180,8 @@ class Layout:
         offset = np.concatenate([[0], np.cumsum(-((start - stop) // stride))])
         cu = self.docs.cu_seqlens
         # document borders strictly inside each segment, as local indices
-        inner, seg = ranges(np.searchsorted(cu, start, "right"), np.searchsorted(cu, stop, "left"))
-        borders = offset[seg] - ((start[seg] - cu[inner]) // stride[seg])
+        inside, seg = ranges(np.searchsorted(cu, start, "right"), np.searchsorted(cu, stop, "left"))
+        borders = offset[seg] - ((start[seg] - cu[inside]) // stride[seg])
         extra = np.zeros(0, dtype=np.int64) if cuts is None else cuts
         cut = np.unique(np.concatenate([offset, borders, extra]))
         low, count = cut[:-1], np.diff(cut)

@@ -361,5 +361,5 @@ def _inside(
     piece = order[at]
     first, stride, count = pieces.start[piece], pieces.stride[piece], pieces.count[piece]
     begin, end = (np.clip(-((first - x[which]) // stride), 0, count) for x in (start, stop))
-    meets = begin < end
-    return which[meets], piece[meets], begin[meets], end[meets]
+    common = begin < end
+    return which[common], piece[common], begin[common], end[common]

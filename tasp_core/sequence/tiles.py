@@ -129,10 +129,12 @@ def tile(queries: Pieces, keys: Pieces, docs: Documents) -> Tiles:
     columns[1] = (np.cumsum(seen) - 1)[columns[1]]
     if isinstance(pairs, Bands):
         return Tiles(used, *_cut(queries, take(keys, used), Bands(*columns)))
-    return Tiles(used, *_whole(queries, take(keys, used), Pairs(*columns)))
+    return Tiles(used, *_prefix_sequences(queries, take(keys, used), Pairs(*columns)))
 
 
-def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequences, Sequences]:
+def _prefix_sequences(
+    queries: Pieces, keys: Pieces, pairs: Pairs
+) -> tuple[Sequences, Sequences, Sequences]:
     """FULL, CAUSAL and no INVERSE_CAUSAL sequences, without a window."""
     q, k, first, full = pairs[:4]
     border = np.concatenate([[0], np.cumsum(keys.count)])
@@ -141,17 +143,13 @@ def _whole(queries: Pieces, keys: Pieces, pairs: Pairs) -> tuple[Sequences, Sequ
     last_of_q = np.concatenate([q[1:] != q[:-1], [True]])[: len(q)]
     following = np.concatenate([full[1:], [0]])[: len(q)]
     rows = np.where(last_of_q, queries.count[q], following) - full
-    some = rows > 0
-    low = doc_first[k[some]]
-    whole = Sequences(
-        queries.offset[q[some]] + full[some], rows[some], low, border[k[some] + 1] - low
-    )
+    at = rows > 0
+    low = doc_first[k[at]]
+    rectangle = Sequences(queries.offset[q[at]] + full[at], rows[at], low, border[k[at] + 1] - low)
     size = full - first
-    some = size > 0
-    square = Sequences(
-        queries.offset[q[some]] + first[some], size[some], border[k[some]], size[some]
-    )
-    return whole, square, Sequences(*np.zeros((4, 0), dtype=np.int64))
+    at = size > 0
+    square = Sequences(queries.offset[q[at]] + first[at], size[at], border[k[at]], size[at])
+    return rectangle, square, Sequences(*np.zeros((4, 0), dtype=np.int64))
 
 
 def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequences, Sequences]:
@@ -190,10 +188,10 @@ def _cut(queries: Pieces, keys: Pieces, bands: Bands) -> tuple[Sequences, Sequen
         part(every, one, np.where(both, 0, two - one), 0 * one, columns),
         part(every, two, behind, end + low, columns - end - low),
     )
-    whole, square, turned = (
+    rectangles, squares, inverse_squares = (
         Sequences(*np.concatenate(parts, axis=1)) for parts in (full, causal, inverse_causal)
     )
-    return whole, square, turned
+    return rectangles, squares, inverse_squares
 
 
 def rounds(low: np.ndarray, count: np.ndarray) -> np.ndarray:
