@@ -14,8 +14,7 @@ import torch.distributed as dist
 import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lowering.lower import lower
-from tasp_core.runtime import exchange as transport
-from tasp_core.runtime.exchange import GlooExchange
+from tasp_core.runtime.exchange import STEPS, GlooExchange
 from tasp_core.runtime.packing import TAGS, PackedMessage
 from tasp_core.runtime.process_group import state_of
 
@@ -84,7 +83,7 @@ def test_receives_are_posted_first_and_tags_differ_from_those_of_other_plans(mon
         exchange.group = Posted()
         exchange._handshake = SimpleNamespace(tag_prefix=tag_prefix)
         exchange.members = [10, 11, 12, 13]
-        exchange.start(transport.STEPS - 1, messages, messages)
+        exchange.start(STEPS - 1, messages, messages)
         peer = exchange.members[message.peer]
         kinds, peers, tags = zip(*exchange.group.calls, strict=True)
         assert kinds == ("recv", "recv", "send", "send")
