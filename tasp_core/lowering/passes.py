@@ -663,10 +663,10 @@ def _transfer_lines(draft: Draft) -> list[Line]:
     """One line for each share that is sent or received."""
     lines, posted = [], draft.posted
     columns = (posted.step, posted.src, posted.dst, posted.kind, posted.owner, posted.share)
-    first = np.flatnonzero(starts(*columns)) if len(posted.step) else []
-    ends = np.append(first[1:], len(posted.step)) if len(first) else []
+    first = np.flatnonzero(starts(*columns))
+    ends = np.append(first[1:], len(posted.step))
     low = _first_rows(draft, posted) if draft.rows else None
-    for a, b in zip(first, ends, strict=True):
+    for a, b in zip(first, ends, strict=False):  # one end more where there are no messages
         step, src, dst, kind, owner, share = (int(column[a]) for column in columns)
         sends = src == draft.rank
         text = f"{'SEND' if sends else 'RECV'} {KINDS[kind]}{owner}.{share} "
