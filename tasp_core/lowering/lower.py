@@ -24,8 +24,8 @@ def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = Fals
     (32, [2, 1, 1, 1])
     >>> for instruction in program.steps[0].instructions:
     ...     print(instruction)
-    SEND kv0.0 ->1 #0 @kv 0..16
-    RECV kv3.0 <-3 #0 @kv 16..32
+    SEND kv0.0 ->1 #0 @kv 0..8 8..16
+    RECV kv3.0 <-3 #0 @kv 16..24 24..32
     POST p2p
     ATTEND kv 0..16 causal 0..8x0..8 8..16x8..16 full 8..16x0..8
     WAIT
