@@ -224,7 +224,7 @@ def altered(p: Plan, reader: int | None, backward: bool, changed: list[str]) -> 
     """The plan as a table, which `reader` reads as `changed` in one pass."""
     table = p.with_hops(p.hops(backward=True).lines()).schedule
     assert isinstance(table, Table)
-    names = ("ranks", "node_size", "exchange", "words", "shares", "claim", "like")
+    names = ("ranks", "node_size", "exchange", "lines", "shares", "claim", "like")
     fields = {name: getattr(table, name) for name in names}
     schedule = Altered(**fields, reader=reader, in_backward=backward, changed=tuple(changed))
     return replace(p, schedule=schedule)
