@@ -180,7 +180,7 @@ def test_the_door_says_what_it_cannot_do():
 
 def test_what_is_remembered_for_a_program_goes_with_it():
     array = np.arange(3)
-    views.once(array, "rows", torch.device("cpu"), lambda: torch.zeros(3))
+    views.device_cached(array, "rows", torch.device("cpu"), lambda: torch.zeros(3))
     key = (id(array), "rows", torch.device("cpu"))
     assert key in views._MADE
     del array

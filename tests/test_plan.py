@@ -135,9 +135,11 @@ step   into 0           into 1           into 2           into 3
 
 
 def test_str_is_the_table():
-    head = "plan: tasp x zigzag, 3 ranks, 8 tokens in 2 documents, causal; 2 shares a rank, 2 steps"
+    head = (
+        "plan: tasp x zigzag, 3 ranks, 8 tokens in 2 documents, causal; 2 shares per rank, 2 steps"
+    )
     assert str(plan([6, 2], 3)) == f"{head}\n{TABLES[0]}"
-    head = "plan: tasp x striped, 1 ranks, 3 tokens in 1 document, full; 1 share a rank, 0 steps"
+    head = "plan: tasp x striped, 1 ranks, 3 tokens in 1 document, full; 1 share per rank, 0 steps"
     one = plan(Documents.of([3], causal=False), 1, layout="striped")
     assert str(one) == f"{head}\nstep  into 0"
     options = {"blocks": 1, "twins": 0}

@@ -85,8 +85,8 @@ def bind(function: Any, roles: tuple[str, ...], label: str) -> Callable[..., Any
     if isinstance(function, torch._ops.OpOverload):
         takes = {a.name: not a.has_default_value() for a in function._schema.arguments}
     else:  # a torch.library.custom_op shows only (*args, **kwargs); `_init_fn` is behind it
-        found = inspect.signature(getattr(function, "_init_fn", function)).parameters.values()
-        takes = {p.name: p.default is p.empty for p in found if "VAR" not in p.kind.name}
+        parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters.values()
+        takes = {p.name: p.default is p.empty for p in parameters if "VAR" not in p.kind.name}
     names: dict[str, str] = {}
     for role in (*roles, *_IF_TAKEN):
         names.update((role, name) for name in _NAMES.get(role, (role,)) if name in takes)
@@ -100,11 +100,11 @@ def bind(function: Any, roles: tuple[str, ...], label: str) -> Callable[..., Any
 
 
 def layouts_of(lse: Tensor, tokens: int, heads: int) -> list[Layout]:
-    """The ways in which a kernel's lse can be read; two of them where T == H."""
+    """The layouts in which a kernel's lse can be read; two of them where T == H."""
     if lse.dim() != 2:
         return ["BHM"] if lse.dim() == 3 and lse.shape[1] == heads else []
-    ways: list[Layout] = ["TH"] if lse.shape == (tokens, heads) else []
-    return [*ways, "HT"] if lse.shape[0] == heads and lse.shape[1] >= tokens else ways
+    layouts: list[Layout] = ["TH"] if lse.shape == (tokens, heads) else []
+    return [*layouts, "HT"] if lse.shape[0] == heads and lse.shape[1] >= tokens else layouts
 
 
 def lse_rows(
@@ -118,16 +118,16 @@ def lse_rows(
     """
     if lse.dim() == 3 and lse.shape[0] == 1:
         lse, order = lse[0], "HT"
-    ways = layouts_of(lse, tokens, heads)
-    found = [way for way in ways if order in (None, way)]
-    if len(found) != 1 or (found == ["BHM"] and (cu is None or len(cu) != len(lse) + 1)):
+    layouts = layouts_of(lse, tokens, heads)
+    fitting = [layout for layout in layouts if order in (None, layout)]
+    if len(fitting) != 1 or (fitting == ["BHM"] and (cu is None or len(cu) != len(lse) + 1)):
         raise ValueError(
-            f"log-sum-exp of shape {tuple(lse.shape)} for {tokens} tokens and {heads} heads; found "
-            f"layouts {ways}, asked for {order}: pass order='TH' or 'HT', and for BHM also its cu"
+            f"log-sum-exp of shape {tuple(lse.shape)} for {tokens} tokens and {heads} heads; possible "
+            f"layouts are {layouts}, asked for {order}: pass order='TH' or 'HT', and for BHM also its cu"
         )
-    if found == ["BHM"] and cu is not None:
+    if fitting == ["BHM"] and cu is not None:
         return lse[_blocks(cu, tokens)].float()
-    return (lse if found == ["TH"] else lse[:, :tokens].t()).float()
+    return (lse if fitting == ["TH"] else lse[:, :tokens].t()).float()
 
 
 def lse_for(lse_TH: Tensor, layout: Layout, cu: Tensor, max_q: int) -> Tensor:
@@ -227,8 +227,10 @@ class Varlen:
             return_lse=True,
         )
         out, lse = result[0], result[5 if len(result) == 8 else 1]  # 8 values: flash-attn < 2.7
-        ways: list[Layout] = layouts_of(lse, *q.shape[:2]) or ["HT"]
-        self.layout = ways[0] if len(ways) == 1 else self.layout or self._probe(q, k, v, scale)
+        layouts: list[Layout] = layouts_of(lse, *q.shape[:2]) or ["HT"]
+        self.layout = (
+            layouts[0] if len(layouts) == 1 else self.layout or self._probe(q, k, v, scale)
+        )
         return out, lse_rows(lse, q.shape[0], q.shape[1], cu_q, order=self.layout)
 
     @torch.no_grad()
@@ -365,6 +367,6 @@ def find(name: str) -> Varlen:
     """The adapter of that name, for "flash" the best; a ValueError says why there is none."""
     chosen, states = best("cuda") if name == "flash" else name, available("cuda")
     if chosen is None or states.get(chosen) != "ok":
-        found = "; ".join(f"{n}: {state}" for n, state in states.items())
-        raise ValueError(f"asked for kernel {name!r}; found {found}: install it, or use another")
+        reasons = "; ".join(f"{n}: {state}" for n, state in states.items())
+        raise ValueError(f"asked for kernel {name!r}; found {reasons}: install it, or use another")
     return _ADAPTERS[chosen]()

@@ -69,7 +69,7 @@ class Math(Kernel):
             yield queries, keys, scores.masked_fill_(hidden, -torch.inf)
 
     @staticmethod
-    def _wide(*tensors: Tensor) -> list[Tensor]:
+    def _at_least_float32(*tensors: Tensor) -> list[Tensor]:
         return [x.float() if x.dtype in HALF else x for x in tensors]
 
     def forward(
@@ -77,7 +77,7 @@ class Math(Kernel):
     ) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for a, m, b, n, inverse_causal in each(call):
-            qs, ks, vs = self._wide(q[a : a + m], k[b : b + n], v[b : b + n])
+            qs, ks, vs = self._at_least_float32(q[a : a + m], k[b : b + n], v[b : b + n])
             grouped = qs.unflatten(1, (ks.shape[1], -1))
             for _, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
                 lse = torch.logsumexp(scores, -1)
@@ -100,7 +100,7 @@ class Math(Kernel):
     ) -> Triple:
         grads = []
         for a, m, b, n, inverse_causal in each(call):
-            do, qs, ks, vs, os = self._wide(
+            do, qs, ks, vs, os = self._at_least_float32(
                 *(x[a : a + m] for x in (dout, q)),
                 *(x[b : b + n] for x in (k, v)),
                 out[a : a + m],

@@ -17,7 +17,9 @@ Made = TypeVar("Made")
 _MADE: dict[tuple[int, str, torch.device], Any] = {}
 
 
-def once(array: np.ndarray, kind: str, device: torch.device, make: Callable[[], Made]) -> Made:
+def device_cached(
+    array: np.ndarray, kind: str, device: torch.device, make: Callable[[], Made]
+) -> Made:
     """make(), remembered for as long as the program that owns `array` lives.
 
     A program's indices go to a device once, not at every layer of every step. What is made must
@@ -70,7 +72,7 @@ class Picker:
     @classmethod
     def of(cls, call: Call, device: torch.device) -> Picker:
         """The picker of this call's sequences, made once a device."""
-        return once(call.sequences.q_lo, "picker", device, lambda: cls(call, device))
+        return device_cached(call.sequences.q_lo, "picker", device, lambda: cls(call, device))
 
     def q(self, x: Tensor) -> Tensor:
         return x[self.rows[0]]

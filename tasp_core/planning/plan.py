@@ -3,7 +3,7 @@
     >>> from tasp_core import plan
     >>> p = plan(Documents.of([5, 7]), ranks=3, schedule="ring", layout="contiguous")
     >>> print(p)
-    plan: ring x contiguous, 3 ranks, 12 tokens in 2 documents, causal; 1 share a rank, 2 steps
+    plan: ring x contiguous, 3 ranks, 12 tokens in 2 documents, causal; 1 share per rank, 2 steps
     step  into 0    into 1    into 2
     0     2>kv2.0   0>kv0.0   1>kv1.0
     1     2>kv1.0   0>kv2.0   1>kv0.0
@@ -174,12 +174,12 @@ class Plan:
 
     def with_hops(
         self,
-        words: Iterable[str],
+        hops: Iterable[str],
         *,
         num_shares: int | None = None,
         limits: DeclaredLimits | None = None,
     ) -> Plan:
-        """The same plan with its hop table replaced, kv and dkv words both; prove it with `check`."""
+        """The same plan with another hop table, kv and dkv hops, as lines of text; prove it with `check`."""
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
         if old.variable_size and shares != old.num_shares:
@@ -189,7 +189,7 @@ class Plan:
         like = old.like if isinstance(old, Table) else old if old.variable_size else None
         if limits is None:
             limits = old.limits
-            if old.collective:  # its words are single messages, over the machine's links and NICs
+            if old.collective:  # its hops are single messages, over the machine's links and NICs
                 buffer = limits.buffer
                 limits = busiest(old.hops(), old.ranks, self.machine.node_size)
                 limits = limits._replace(buffer=buffer)
@@ -197,7 +197,7 @@ class Plan:
             self.layout.ranks,
             self.machine.node_size,
             old.exchange,
-            tuple(words),
+            tuple(hops),
             check_int(shares, "num_shares", 1, PlanError),
             limits,
             like,
@@ -286,7 +286,7 @@ class Plan:
         return (
             f"plan: {self.schedule.name} x {self.layout.name}, {self.ranks} ranks, {docs.total} tokens "
             f"in {num} document{'s' * (num != 1)}, {mask}; "
-            f"{shares} share{'s' * (shares != 1)} a rank, {steps} steps{self._inside()}"
+            f"{shares} share{'s' * (shares != 1)} per rank, {steps} steps{self._inside()}"
         )
 
     def _inside(self) -> str:
@@ -324,9 +324,9 @@ class Plan:
             for t in range(before + 1, step + 1):
                 row = [f"{t}" + (" <--" if t == mark else "")]
                 for rank in range(self.layout.ranks):
-                    words = cells.get((t, rank), ["-"])
-                    more = f" +{len(words) - width}" if len(words) > width else ""
-                    row.append(" ".join(words[:width]) + more)
+                    lines_here = cells.get((t, rank), ["-"])
+                    more = f" +{len(lines_here) - width}" if len(lines_here) > width else ""
+                    row.append(" ".join(lines_here[:width]) + more)
                 lines.append(row)
         widths = [max(8, *(len(x) for x in column)) + 2 for column in zip(*lines, strict=True)]
         widths[0] = max(6, *(len(line[0]) + 2 for line in lines))
@@ -356,13 +356,13 @@ def make_plan(
     if not isinstance(docs, Documents):
         docs = Documents.of(docs)
     intra = check_int(intra, "intra", 1, PlanError)
-    found = between_groups(resolve_machine(machine, ranks), intra)
+    groups = between_groups(resolve_machine(machine, ranks), intra)
     try:
         options = tuple(sorted((schedule_options or {}).items()))
-        return _planned(docs, schedule, layout, found, intra, options)
+        return _planned(docs, schedule, layout, groups, intra, options)
     except TypeError:  # an option that cannot be remembered is not one that works: say so
-        placed = Layout(layout, docs, found.ranks)
-        return Plan(docs, placed, build(schedule, found, schedule_options, placed), found, intra)
+        placed = Layout(layout, docs, groups.ranks)
+        return Plan(docs, placed, build(schedule, groups, schedule_options, placed), groups, intra)
 
 
 @lru_cache(maxsize=32)
@@ -393,13 +393,13 @@ def resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
     """
     if machine is None:
         return replace(MESH, name=f"mesh{ranks}", node_size=ranks)
-    found = machine if isinstance(machine, Machine) else find_machine(machine)
-    if found.ranks != ranks:
+    resolved = machine if isinstance(machine, Machine) else find_machine(machine)
+    if resolved.ranks != ranks:
         raise PlanError(
-            f"machine {found.name!r} has {found.ranks} ranks ({found.num_nodes} nodes of "
-            f"{found.node_size}), the plan is for {ranks}; give a machine with {ranks} ranks"
+            f"machine {resolved.name!r} has {resolved.ranks} ranks ({resolved.num_nodes} nodes of "
+            f"{resolved.node_size}), the plan is for {ranks}; give a machine with {ranks} ranks"
         )
-    return found
+    return resolved
 
 
 def between_groups(machine: Machine, intra: int) -> Machine:

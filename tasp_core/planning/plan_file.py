@@ -150,23 +150,23 @@ def read_machine(data: dict[str, Any]) -> Machine:
     """
     known = {f.name: f for f in fields(Machine)}
     needed = [f.name for f in fields(Machine) if f.default is MISSING]
-    given = _keys(data["machine"], "machine", needed, known)
-    for key, value in given.items():
+    values = _keys(data["machine"], "machine", needed, known)
+    for key, value in values.items():
         if known[key].type == "str":
-            _type(given, "machine.", key, str, "text")
+            _type(values, "machine.", key, str, "text")
         elif known[key].type == "int":
-            _int(given, "machine.", key, 0)
+            _int(values, "machine.", key, 0)
         elif _has_bool(value):
             raise PlanError(
                 f"not a plan: machine.{key} must have no true or false, got {value!r:.80}"
             )
-    ranks = given["node_size"] * given.get("num_nodes", 1)
+    ranks = values["node_size"] * values.get("num_nodes", 1)
     if ranks != data["ranks"]:
         raise PlanError(
             f"not a plan: machine.node_size x machine.num_nodes must be ranks, {data['ranks']}, "
             f"got {ranks}"
         )
-    return _made("machine", lambda: Machine(**given))
+    return _made("machine", lambda: Machine(**values))
 
 
 def read_layout(data: dict[str, Any], docs: Documents) -> Layout:

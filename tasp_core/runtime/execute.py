@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import PlanError
 from ..kernels.kernel import Kernel
-from ..kernels.views import aligned, once
+from ..kernels.views import aligned, device_cached
 from ..lowering.buffers import Runs
 from ..lowering.lower import lower
 from ..lowering.program import (
@@ -148,8 +148,8 @@ def _views(runs: Runs, device: torch.device) -> Iterator[tuple[Any, Any]]:
         return torch.from_numpy(ranges(low, low + runs.count)[0]).to(device)
 
     yield (
-        once(runs.src, "rows", device, lambda: index(runs.src)),
-        once(runs.dst, "rows", device, lambda: index(runs.dst)),
+        device_cached(runs.src, "rows", device, lambda: index(runs.src)),
+        device_cached(runs.dst, "rows", device, lambda: index(runs.dst)),
     )
 
 
@@ -172,7 +172,7 @@ class _Keys:
         rows, index = kv[attend.low : attend.low + attend.count], attend.gather
         if index is not None:
             device = rows.device
-            pick = once(index, "rows", device, lambda: torch.tensor(index, device=device))
+            pick = device_cached(index, "rows", device, lambda: torch.tensor(index, device=device))
             rows = rows.index_select(0, pick)
         self.rows = rows.to(dtype)
         self.k, self.v = self.rows[..., :dim], self.rows[..., dim:]

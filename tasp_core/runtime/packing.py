@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.views import once
+from ..kernels.views import device_cached
 from ..lowering.program import RECEIVES, SMALL_BYTES, Message
 from ..sequence.layouts import ranges
 
@@ -87,7 +87,7 @@ def _index(messages: Sequence[Message], device: torch.device) -> Tensor:
         low, count = (np.concatenate([p[i] for p in parts]) for i in (0, 2))
         return torch.from_numpy(ranges(low, low + count)[0]).to(device)
 
-    return once(parts[0].src, f"{len(parts)} messages", device, make)
+    return device_cached(parts[0].src, f"{len(parts)} messages", device, make)
 
 
 def _in_16_bytes(rows: Tensor) -> Tensor:
