@@ -179,7 +179,7 @@ class Plan:
         num_shares: int | None = None,
         limits: DeclaredLimits | None = None,
     ) -> Plan:
-        """The same plan with another hop table, kv and dkv hops, as lines of text; prove it with `check`."""
+        """The same plan with other hops, kv and dkv, as lines of text; prove it with `check`."""
         old = self.schedule
         shares = old.num_shares if num_shares is None else num_shares
         if old.variable_size and shares != old.num_shares:
