@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import tasp_core as tasp
 from tasp_core.cli.app import app
+from tasp_core.schedules import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 DOCS, SITE = ROOT / "docs", ROOT / "site"
@@ -114,7 +115,9 @@ def test_every_file_has_a_line():
         for path in package.rglob("*.py")
         if path.name not in ("__init__.py", "__main__.py")
     }
-    assert files - set(listed) == set(), "files without a line"
+    # a new schedule is one file and no line: `python -m tasp_core plan --help` and schedules() list it
+    schedules = {f"schedules/{Path(inspect.getfile(cls)).name}" for cls in SCHEDULES.values()}
+    assert files - set(listed) - schedules == set(), "files without a line"
     assert set(listed) - files == set(), "lines without a file"
     assert len(listed) == len(set(listed))
 

@@ -100,7 +100,7 @@ def test_dead_and_needlessly_slow_ways_stay_empty():
 
 def test_select_takes_trees_where_they_win():
     where = ODD["dead cable"]
-    choice = select(Documents.of([65536], causal=False), where, heads=8, head_dim=128)
+    choice = select(Documents.of([16384], causal=False), where, heads=8, head_dim=128)
     assert choice.plan.schedule.name == "trees"
     rows = select(Documents.of([4096]), machine("mesh4"), heads=8, head_dim=128).table
     assert any("not all alike" in r.excluded for r in rows if r.schedule == "trees")
