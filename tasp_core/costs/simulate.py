@@ -231,7 +231,7 @@ def _only_first_rank(plan: Plan, machine: Machine) -> bool:
 
 
 def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.ndarray:
-    """float64 [ranks, steps]: `values` of the messages that a rank sends or receives in a step, added up."""
+    """Sums of `values` over the messages that a rank sends or receives, float64 [ranks, steps]."""
     shape, values = (ranks, steps), values.astype(float)
     sent, received = (
         load_table(shape, end, traffic.step, amount=values) for end in (traffic.src, traffic.dst)
@@ -252,7 +252,8 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
         row[0] = 2 * sizes.item
         gbytes = heads * row * (2 if backward else 1) / 1e9
         result += work.rows * (gbytes / machine.memory_gbps)
-    if machine.ranks_a_core:  # a step takes the mean of all ranks, but no rank is faster than alone
+    # a rank with more work than the mean gets the others' time, but is never faster than by itself
+    if machine.ranks_a_core:
         alone = result / max(1.0, machine.ranks_a_core)
         return np.maximum(np.minimum(result, result.mean(axis=0)), alone)
     return result

@@ -245,6 +245,7 @@ class _Reports:
         return [self.results[rank] for rank in range(len(self.pipes))]
 
     def _receive(self, rank: int) -> None:
+        """Read the rank's report, (True, result) or (False, failure); a closed pipe is a failure too."""
         self.silent.discard(rank)
         try:
             good, value = pickle.loads(self.pipes[rank].recv_bytes())

@@ -217,9 +217,14 @@ class _Run:
             self._cut(self.items.shape[1] - 1, head(cuts[k]), cuts[k])
 
     def _take_spread(self) -> None:
-        """Every n-th of the cheapest items: fewer pieces, and cheap ones remain for other ranks."""
+        """Take items spread evenly over the cheapest: fewer pieces, and other ranks get cheap ones too.
+
+        Items are sorted by work per token; `sums` are running sums of their tokens and work.
+        """
+        # the most work to take: a little more than that of the cheapest tokens
         most = min(int(self._cheapest(np.array(self.want))) + self.slack, self.room)
-        mean = self.sums[1, 1:] // self.sums[0, 1:]  # work of a token of the first i
+        mean = self.sums[1, 1:] // self.sums[0, 1:]  # work per token of the first i items
+        # of the first `among` items, `want` tokens of mean work are within it; take each among/count-th
         among = int(np.searchsorted(mean * self.want, most, "right"))
         count = min(among, among * self.want // max(1, int(self.sums[0, among])))
         at = np.arange(count) * among // max(1, count)
