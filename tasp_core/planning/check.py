@@ -338,6 +338,7 @@ class _Checker:
             limits.buffer,
             "travelling KV",
         )
+        # a remote query is needed until its last pair is computed and its partial output is sent
         out, computed = self.partial_outputs, (m.rank, m.q_owner, m.q_share, m.step)
         uses = [computed, (out.src, out.owner, out.share, out.step)]
         remote_queries = self._peak(
@@ -357,7 +358,13 @@ class _Checker:
         declared: float,
         what: str,
     ) -> float:
-        """Most that is held at once of what came by these hops, until it is last used or sent on."""
+        """The most of what came by these hops that a rank holds at once, in multiples of one rank's own.
+
+        Args:
+            arrival: [rank, owner, share], the step in which the share arrives; see `_check_holding`.
+            uses: (rank, owner, share, step) of what else needs a share than the step after its arrival.
+            declared: the limit.
+        """
         if not hops.step.size:
             return 0.0
         relayed = hops.where(hops.src != hops.owner)

@@ -147,7 +147,7 @@ def _inside(plan: Plan, hops: Hops) -> bool:
 
 
 def _coded(plan: Plan, hops: Hops) -> tuple[np.ndarray, np.ndarray]:
-    """Link and code of each hop that carries tokens."""
+    """`link` and `code` of an `_End`, for each hop that carries tokens."""
     (step, src, dst, owner, share, kind), number, tag = messages_of(plan, hops)
     link = (step * plan.ranks + src) * plan.ranks + dst
     what = (owner * plan.schedule.num_shares + share) * len(KINDS) + kind
@@ -157,9 +157,10 @@ def _coded(plan: Plan, hops: Hops) -> tuple[np.ndarray, np.ndarray]:
 def _texts(plan: Plan, end: _End, link: int) -> list[str]:
     """The messages of a link and step in words: "kv0.1 kv0.2 (96 tokens)"."""
     low, high = np.searchsorted(end.link, (link, link + 1))
-    code = end.code[low:high]
-    subchunk, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
-    owner, share = np.divmod(subchunk, plan.schedule.num_shares)
+    code = end.code[low:high]  # taken apart here as `_coded` puts it together
+    owned, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
+    owner, share = np.divmod(owned, plan.schedule.num_shares)
+    # the tokens of a share do not depend on step, src and dst: any values do
     tokens = plan.tokens_moved(Hops(kind, kind, kind, owner, share, kind))
     result = []
     for rows in np.split(np.arange(len(code)), np.flatnonzero(code & 1)[1:]) if len(code) else ():

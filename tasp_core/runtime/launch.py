@@ -267,6 +267,7 @@ class _Reports:
         return soon if len(self.silent) == 1 else soon + self.message_s
 
     def _error(self) -> RankError:
+        """The error of a launch that failed: every rank's text, and the rank at fault with its cause."""
         hung = self._stacks()
         first = self._first(hung)
         errors = {rank: f.text for rank, f in self.failures.items()}

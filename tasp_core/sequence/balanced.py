@@ -242,7 +242,12 @@ class _Run:
         self._take(slice(i, int(end[i])))
 
     def _take_missing(self) -> None:
-        """The missing tokens off both ends of an item: the costly end if due, or if less moves."""
+        """Take the missing tokens from the two ends of one item.
+
+        Tried are the three cheapest items that are long enough, and those of documents of which this rank
+        has the tail; each with all tokens from its front, all from its end, or as many from its end as the
+        work that is due asks for. The best violates `room` and `due` least, then moves the fewest tokens.
+        """
         at = np.flatnonzero(self.items[TOKENS] >= self.want)
         if not at.size:  # none is long enough: the cheapest go whole
             self._take(slice(int(np.searchsorted(self.sums[0], self.want, "right")) - 1))
@@ -254,6 +259,7 @@ class _Run:
             more = self.due - self.work(doc, start, start + self.want)
             moves = -(-more // max(1, stop - start - self.want))  # tokens, from front to end
             for behind in (0, min(max(0, moves), self.want), self.want):
+                # take [start, y) and [x, stop), leave [y, x) open; cuts at multiples of grid
                 x = min(max((stop - behind + half) // grid * grid, start), stop) if behind else stop
                 y = min(max((start + self.want - stop + x + half) // grid * grid, start), x)
                 work = self.work(doc, start, y) + self.work(doc, x, stop)
