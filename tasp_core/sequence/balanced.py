@@ -126,7 +126,7 @@ def _joined(rank: np.ndarray, pieces: np.ndarray, ranks: int) -> list[np.ndarray
 
 
 def _zigzag(sizes: np.ndarray, ranks: int, grid: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks r and 2P - 1 - r of 2P blocks of the row: ranks, columns (document, start, stop)."""
+    """Blocks r and 2P - 1 - r of 2P blocks of the sequence: ranks, columns (document, start, stop)."""
     borders = np.append(0, np.cumsum(sizes))
     share = np.diff(borders[-1] * np.arange(ranks + 1) // ranks)
     ends = np.cumsum(np.append(share // 2, (share - share // 2)[::-1]))[:-1]
