@@ -1,4 +1,4 @@
-"""The command line: demo, rings, plan, check, simulate, select, run, doctor, and those of `measure`.
+"""The command line: demo, rings, plan, check, simulate, select, run, doctor, and those of measure.py.
 
 Exit codes: 0 fine, 1 a result is wrong, 2 wrong usage. Every command takes --json. Commands that need
 tensors import them when they run, so that planning works, and stays quick, on machines without torch.

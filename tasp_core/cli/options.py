@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from ..errors import PlanError
+from ..machines.presets import PRESETS
 from ..planner import plan as make_plan
 from ..planning.plan import Plan
 from ..schedules import schedules
@@ -28,7 +29,7 @@ from ..sequence.layouts import layouts
 
 console = Console(highlight=False, soft_wrap=True)
 
-MACHINE = "mi300x, h100, a100_pcie, meshN, each with xU for U nodes, or a file."
+MACHINE = f"{', '.join(PRESETS)}, meshN, each with xU for U nodes, or a file."
 Json = Annotated[bool, "Print JSON and nothing else."]
 Ranks = Annotated[int, "Degree of sequence parallelism."]
 Full = Annotated[bool, "Full mask instead of causal."]

@@ -305,6 +305,6 @@ def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
     if alone_s and alone_s < row.total_s:
         text += (
             f"; plain attention on one rank would take {alone_s * 1e3:.3f} ms: "
-            "the row is too short to be worth splitting"
+            "the packed sequence is too short to be worth splitting"
         )
     return text

@@ -4,16 +4,16 @@ The model is what runtime/execute.py does. In each step every rank posts its mes
 what arrived in the step before. It begins the next step when both are done, and waits for nothing else.
 
     message      begins when both its ranks have reached the step. It takes latency_s, plus message_s per
-                 message that its busier end posts, plus the time of its busiest resource for all bytes of
-                 the step, less what a token bucket has saved up. At both ends it also takes message_cpu_s
-                 + bytes / copy_gbps of the processor.
+                 message that its busier end posts, plus the time in which its busiest resource carries all
+                 bytes of the step (a token bucket takes its saved bytes off). Each end's processor also
+                 spends message_cpu_s + bytes / copy_gbps on it.
     computation  4 (backward 10) x visible pairs x head dim x heads / kernel rate, plus kernel_s per kernel
                  call, plus rows read, merged and written / memory_gbps, plus the processor time of the
-                 step's messages. Where ranks share cores, a rank gets what ranks with less work leave.
+                 step's messages. Where ranks share cores, a rank gets the time that others leave unused.
     Ulysses      all-to-alls in the groups before and after the context-parallel plan, not overlapped.
     all_gather   one ring in rank order, or direct messages over all links, as the machine says.
 
-Where all ranks are equal and there are very many hops, only rank 0 is simulated.
+Where all ranks do the same and there are very many hops, rank 0 is simulated and stands for all.
 Not covered: copies into and out of buffers, packing of all-to-alls, processor time of collectives.
 """
 
@@ -188,7 +188,9 @@ def simulate(
 
 
 def _machine(plan: Plan, named: Machine | str | Path | None) -> Machine:
-    """The machine itself, of a plan with Ulysses with all its ranks.
+    """The machine with all ranks of the plan, as named or as the plan has it.
+
+    A plan with Ulysses keeps the machine between its groups, in which a group is one rank.
 
     Raises:
         PlanError: another number of ranks, or a plan that only knows its machine between groups.
@@ -212,7 +214,7 @@ def _machine(plan: Plan, named: Machine | str | Path | None) -> Machine:
 
 
 def _only_first_rank(plan: Plan, machine: Machine) -> bool:
-    """Whether only rank 0 is simulated, for all.
+    """Whether rank 0 alone is simulated and stands for all ranks.
 
     Raises:
         PlanError: too many hops, and ranks differ.
@@ -229,7 +231,7 @@ def _only_first_rank(plan: Plan, machine: Machine) -> bool:
 
 
 def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.ndarray:
-    """Sums of the values of messages by rank, as sender or receiver, and step."""
+    """Sums of `values` over the messages that a rank sends or receives, float64 [ranks, steps]."""
     shape, values = (ranks, steps), values.astype(float)
     sent, received = (
         load_table(shape, end, traffic.step, amount=values) for end in (traffic.src, traffic.dst)
@@ -238,7 +240,7 @@ def _by_end(traffic: Traffic, values: np.ndarray, ranks: int, steps: int) -> np.
 
 
 def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.ndarray:
-    """Seconds of computing by rank and step."""
+    """Seconds of computing, float64 [context-parallel ranks, steps]."""
     heads = sizes.q(sizes.parts[0])  # query heads x head dim x batch
     tflops = (machine.backward_tflops if backward else 0) or machine.tflops
     if not tflops:
@@ -250,6 +252,7 @@ def _seconds(machine: Machine, sizes: Sizes, work: Work, backward: bool) -> np.n
         row[0] = 2 * sizes.item
         gbytes = heads * row * (2 if backward else 1) / 1e9
         result += work.rows * (gbytes / machine.memory_gbps)
+    # a rank with more work than the mean gets the others' time, but is never faster than by itself
     if machine.ranks_a_core:
         alone = result / max(1.0, machine.ranks_a_core)
         return np.maximum(np.minimum(result, result.mean(axis=0)), alone)
@@ -263,15 +266,22 @@ class _Run:
     traffic: Traffic
     lasts: np.ndarray  # seconds of each row of `traffic` once it has begun
     copied: np.ndarray  # seconds of the processor that messages take, by rank and step
-    gather_s: float
+    gather_s: float  # seconds of an all-gather in step 0; 0 without one
     together: bool  # every step is one collective
     overlap: bool
 
     def times(self, busy: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """(begin, end) of computing and of communication, by rank and step; when all ranks have ended."""
+        """(begin, end) of computing and of communication, by rank and step; when all ranks have ended.
+
+        Args:
+            busy: seconds of computing, [ranks, steps].
+
+        Returns:
+            compute and comm, float64 [ranks, steps, 2]; seconds until the last rank has ended.
+        """
         ranks, steps = busy.shape
         compute, comm = np.zeros((2, ranks, steps, 2))
-        ready = np.zeros(ranks)
+        ready = np.zeros(ranks)  # when each rank begins the step
         bounds = np.searchsorted(self.traffic.step, np.arange(steps + 1))
         for t in range(steps):
             rows = slice(*bounds[t : t + 2])
@@ -301,6 +311,7 @@ def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:
     total: dict[str, float] = {}
     for src in range(n):
         for dst, size in zip(to.tolist(), nbytes.tolist(), strict=True):
+            # rank 0 sends to dst, so src sends to the rank that far from it in nodes and local ranks
             node, local = (src // m + dst // m) % u, (src + dst) % m
             for name in machine.resources(src, node * m + local):
                 total[name] = total.get(name, 0.0) + size
@@ -310,8 +321,11 @@ def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:
 def _bound(
     plan: Plan, machine: Machine, sizes: Sizes, work: Work | None, backward: bool
 ) -> float | None:
-    """The cut bound of what ranks need; of the mean KV per rank where only rank 0 is simulated."""
-    if plan.intra > 1 or len(plan.schedule.offloaded.step):  # other bytes could move instead
+    """The cut bound in seconds: of what ranks need (`work`), or of the mean KV per rank without it.
+
+    None where other bytes than KV could move instead.
+    """
+    if plan.intra > 1 or len(plan.schedule.offloaded.step):
         return None
     both = sizes.item + (sizes.accumulator_bytes if backward and machine.homogeneous else 0)
     token = sizes.kv(sizes.parts[0]) * both

@@ -356,7 +356,15 @@ class Head:
 
 
 def _routed(router_logits: tuple[Tensor, ...], top: int) -> tuple[Tensor, Tensor, int]:
-    """Over all layers: tokens sent to each expert, probabilities of each expert, rows of gates."""
+    """Sums over all layers and tokens of what a router says.
+
+    Args:
+        router_logits: of each layer, [tokens, experts].
+        top: experts per token.
+
+    Returns:
+        [experts] how often each expert is chosen; [experts] its probabilities, added up; layers x tokens.
+    """
     dtype = torch.float64 if router_logits[0].dtype == torch.float64 else torch.float32
     counts, rows = router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=dtype), 0
     sums = torch.zeros_like(counts)

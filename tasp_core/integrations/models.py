@@ -460,7 +460,18 @@ def first_position(model: nn.Module) -> tuple[int, int | None]:
 
 
 class _Prover:
-    """One proof of one model."""
+    """One proof of one model.
+
+    Args:
+        stock: the attention implementation to compare with; eager for all but eager and sdpa.
+        device: where the proof runs; None: where the model's embeddings are.
+
+    Attributes:
+        ids: [1, 2 LENGTH] tokens for the proof, from the upper half of the vocabulary and none of them a
+            special token (padding, end of sequence), which a model might treat in its own way.
+        first: the position of a document's first token.
+        attending: the modules that have called attention.
+    """
 
     def __init__(self, model: PreTrainedModel, stock: str, device: torch.device | None) -> None:
         self.model: Any = model

@@ -192,7 +192,7 @@ class RowTrainer(Trainer):
                 continue  # the model's inputs are checked on all ranks together
         if self.args.world_size > 1:
             dist.all_reduce(count)
-        return count // self.ranks
+        return count // self.ranks  # each rank of a group has counted the group's rows
 
     def compute_loss(
         self,

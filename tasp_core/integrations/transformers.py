@@ -1,14 +1,15 @@
 """Hugging Face transformers on a plan: its public AttentionInterface, under the name "tasp".
 
-    with sequence_parallel(model, plan, group):                  # the same rows on every rank
-        out = model(input_ids=ids, labels=labels)                # whole [B, T] in, this rank's tokens out
+    with sequence_parallel(model, plan, group):                  # every rank is given the same rows
+        out = model(input_ids=ids, labels=labels)                # in: [B, T]; out: this rank's tokens
         out.loss.backward()                                      # losses and gradients ADD UP over ranks
     whole = tasp.gather(out.logits, plan, group, dim=1)          # prefill: logits of the whole row
 
-Each model is proved at its first use (models.py); docs/models.md lists families. Sliding windows belong
-to the model's layers: give a plan without one. `labels` are as transformers has them, unshifted.
-`inputs.py` says what a model accepts, `heads.py` which losses and outputs it may have. Not covered:
-padding (pack rows instead), dropout, sinks, soft caps, decoding.
+A row is one packed sequence of T tokens, as in transformers' input_ids [B, T]. Each model is proved at its
+first use (models.py); docs/models.md lists families. Each layer's own sliding window is used: give a plan
+without one. `labels` are as transformers has them, unshifted. `inputs.py` says what a model accepts,
+`heads.py` which losses and outputs it may have. Not covered: padding (pack rows instead), dropout,
+attention sinks, soft caps, decoding.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ def _attend(
     tasp: Run | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: q, k, v [B, H, t, D] in, out [B, t, H, D]."""
+    """A layer's attention, in transformers' signature: q, k, v [B, H, t, D] to (out [B, t, H, D], None).
+
+    Args:
+        tasp: the call that the layer belongs to, or the proof of the model; transformers passes it on.
+    """
     if tasp is None:
         raise NoPlanError(
             f"attention layer {getattr(module, 'layer_idx', '?')} has no plan: call the model inside "
@@ -100,7 +105,8 @@ def _attend(
     plan = _windowed(tasp.plan, ask.window, ask.layer)
     tasp.calls.append(ask.layer)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if tasp.stand_in:  # no token of the row: take part with none, and give zeros
+    # a rank without tokens runs the model on one stand-in token: it takes part with none, gives zeros
+    if tasp.stand_in:
         q, k, v = q[:, :0], k[:, :0], v[:, :0]
     out = attention(q, k, v, plan, tasp.group, scaling, tasp.kernel, tokens=tasp.tokens)
     if tasp.stand_in:
@@ -114,7 +120,7 @@ AttentionMaskInterface.register(NAME, mask_of)
 
 @lru_cache(maxsize=64)
 def _windowed(plan: Plan, window: int | None, layer: str) -> Plan:
-    """The plan as it is for a layer with this sliding window, the tokens where they are."""
+    """The plan with a layer's sliding window as its mask, and every token on the rank where it was."""
     docs = plan.docs
     if window is not None and window >= docs.lengths.max(initial=0):
         window = None  # nothing lies outside it
@@ -188,7 +194,7 @@ def sequence_parallel(
 
 @dataclass
 class Active:
-    """A model inside `sequence_parallel`, for what is built on it; `call`: its last one, once proved."""
+    """State of a model inside `sequence_parallel`; `call`: its last call, set once the model is proved."""
 
     plan: Plan | Planner
     group: Any
@@ -229,17 +235,19 @@ def _hooks(
                 raise PlanError("give the model's inputs by keyword, only input_ids may come first")
             named = {**dict(zip([model.main_input_name], args, strict=False)), **kwargs}
             call = prepare(named, plan, group, kernel, state.accepts)
-        except Exception as error:  # one rank's must reach all of them
+        except Exception as error:  # raised on all ranks, by `_agree`
             cause = error
         if (call.run.plan.ranks if call else _ranks(plan, group)) > 1:
             _agree(group, signature(call.same_on_all) if call else {"error": _text(cause)})
         if cause or not call:
             raise cause or PlanError("the model's inputs made no plan")
         local = call.inputs
-        # all ranks have come here: a model whose parameters they share gathers them in its proof
+        # all ranks arrive here together: the proof of a model with sharded parameters gathers them
         state.proof = prove(model, stock, local["position_ids"].device)
         check_lengths(model.config.get_text_config(), call.run.plan.docs)
-        state.call = call = replace(call, inputs={}, same_on_all={})  # what is whole is not kept
+        state.call = call = replace(
+            call, inputs={}, same_on_all={}
+        )  # do not keep tensors of whole rows
         return (), local | head.begin(call)
 
     def after(_: Any, args: tuple[Any, ...], out: Any) -> Any:
@@ -257,7 +265,7 @@ def _text(error: Exception | None) -> str:
 
 
 def _ranks(plan: Plan | Planner, group: Any) -> int:
-    """How many ranks wait for a rank whose inputs do not make a plan."""
+    """The group's size as far as it is known where a rank's inputs do not make a plan."""
     if not isinstance(plan, Plan):
         try:
             plan = plan(Documents.of([1]))

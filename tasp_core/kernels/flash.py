@@ -131,7 +131,12 @@ def lse_rows(
 
 
 def lse_for(lse_TH: Tensor, layout: Layout, cu: Tensor, max_q: int) -> Tensor:
-    """The inverse of `lse_rows`: float32, contiguous, in the layout that the kernel reads."""
+    """The inverse of `lse_rows`: lse [T, H] in the layout that the kernel reads, float32, contiguous.
+
+    Args:
+        layout: "TH", "HT", or "BHM": [sequences, H, max_q].
+        cu: of the sequences; max_q: rows of the longest.
+    """
     if layout != "BHM":
         return (lse_TH if layout == "TH" else lse_TH.t()).float().contiguous()
     # +inf where there is no row: exp(score - inf) = 0, should the kernel read there

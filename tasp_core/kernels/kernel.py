@@ -21,14 +21,21 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Kernel(ABC):
-    """A forward and a backward over the sequences of a call."""
+    """A forward and a backward over the sequences of a call.
+
+    Attributes:
+        name: for error texts and result files.
+        computes: whether calls are made at all; without them a pass is its exchange alone.
+        native_partials: whether half-precision inputs give half-precision partial results. Else inputs
+            are converted to float32 where results of several calls are merged.
+    """
 
     name = ""
-    computes = True  # whether calls are made at all; without, a pass is its exchange alone
-    native_partials = False  # whether partial results come in the input dtype even if narrow
+    computes = True
+    native_partials = False
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype to compute in when a row's result is merged from several calls."""
+        """The dtype to compute in when the result of inputs of `dtype` is merged from several calls."""
         narrow = dtype in HALF and not self.native_partials
         return torch.float32 if narrow else dtype
 
@@ -36,7 +43,12 @@ class Kernel(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out [rows, H, E] and lse [rows, H] of the call's query rows, sequence after sequence."""
+        """out [rows, H, E] and lse [rows, H] of the call's query rows, sequence after sequence.
+
+        Args:
+            q, k, v: whole buffers; the call's sequences name the rows to read.
+            scale: factor on the scores.
+        """
 
     @abstractmethod
     def backward(
@@ -50,7 +62,13 @@ class Kernel(ABC):
         call: Call,
         scale: float,
     ) -> Triple:
-        """dq of the call's query rows, dk and dv of its key rows, sequence after sequence."""
+        """dq [rows, H, D], dk [key rows, K, D] and dv [key rows, K, E], sequence after sequence.
+
+        Args:
+            dout, q, out, lse: of all query rows of the buffers, as k, v of all key rows; out and lse are
+                the final ones, over all keys.
+            scale: factor on the scores.
+        """
 
     def finish(self) -> None:  # noqa: B027 (most are done when they return)
-        """Wait for what is begun, before results leave the rank or the pass; streams wait by themselves."""
+        """Wait for calls that still run, before results are sent or returned; CUDA streams need no wait."""

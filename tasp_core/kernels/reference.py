@@ -1,4 +1,8 @@
-"""Kernel `math`, plain tensor operations 512 rows at a time, and the float64 oracle made of it."""
+"""Kernel `math`, plain tensor operations 512 query rows at a time, and the float64 reference made of it.
+
+Shapes as in kernel.py. Heads are grouped by KV head: q [t, K, G, D] with G = H / K query heads per KV head.
+In einsum, q: query rows, s: key rows, k: KV heads, g: query heads of a group, d: key dim, e: value dim.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ class Math(Kernel):
     """Plain softmax(q k^T) v, at least in float32, 512 query rows at a time.
 
     Args:
-        window: sequences are whole documents, of which a row sees so many tokens only.
-        mask: the only sequence is the whole packed sequence, of which a row sees what the mask shows it.
+        window: of a sliding window; the sequences of a call must then be whole documents.
+        mask: which keys each query sees; the only sequence of a call is then the whole packed sequence.
     """
 
     name, rows = "math", 512
@@ -35,11 +39,18 @@ class Math(Kernel):
     def _chunks(
         self, q: Tensor, k: Tensor, causal: bool, inverse_causal: bool, scale: float
     ) -> Iterator[Any]:
-        """(rows, keys, scores [K, G, rows, keys]) for rows of grouped queries [t, K, G, D]."""
+        """(rows, keys, scores [K, G, rows, keys]) of 512 query rows at a time; hidden scores are -inf.
+
+        Args:
+            q, k: one sequence: grouped queries [t, K, G, D], keys [s, K, D].
+
+        Yields:
+            rows (a slice) of q, and keys (a slice or indices) of k: those that any of the rows may see.
+        """
         if self.mask is not None:
             yield from self._masked_chunks(q, k, self.mask, scale)
             return
-        # row i sees keys i + least .. i + most
+        # row i sees keys i + least .. i + most; CAUSAL and INVERSE_CAUSAL sequences are squares
         most = 0 if causal and not inverse_causal else len(k)
         least = 0 if inverse_causal else -len(q)
         if self.window is not None:
@@ -54,10 +65,11 @@ class Math(Kernel):
             yield slice(low, high), keys, scores.masked_fill_(hidden, -torch.inf)
 
     def _masked_chunks(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Iterator[Any]:
-        """The same of the whole packed sequence; `keys` are those that any of the rows sees."""
+        """As `_chunks`, for the whole packed sequence and any mask; `keys` are indices."""
         for low in range(0, len(q), self.rows):
             rows = np.arange(low, min(low + self.rows, len(q)))
             _, first, stop = mask.runs(rows)
+            # +1 where a run of keys begins, -1 after its end: keys with a positive sum are seen
             change = np.zeros(len(k) + 1, dtype=np.int64)
             np.add.at(change, first, 1)
             np.add.at(change, stop, -1)
@@ -75,9 +87,11 @@ class Math(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """As `Kernel.forward`: lse = log sum exp(scores), out = exp(scores - lse) v."""
         outs, lses = [], []
-        for a, m, b, n, inverse_causal in each(call):
-            qs, ks, vs = self._at_least_float32(q[a : a + m], k[b : b + n], v[b : b + n])
+        for q_first, q_count, k_first, k_count, inverse_causal in each(call):
+            q_rows, k_rows = slice(q_first, q_first + q_count), slice(k_first, k_first + k_count)
+            qs, ks, vs = self._at_least_float32(q[q_rows], k[k_rows], v[k_rows])
             grouped = qs.unflatten(1, (ks.shape[1], -1))
             for _, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
                 lse = torch.logsumexp(scores, -1)
@@ -98,16 +112,20 @@ class Math(Kernel):
         call: Call,
         scale: float,
     ) -> Triple:
+        """As `Kernel.backward`. With p = exp(scores - final lse), the weights of these keys:
+
+        dv = p^T dout, dp = dout v^T, ds = p (dp - delta) scale with delta = rowsum(dout * out),
+        dq = ds k, dk = ds^T q.
+        """
         grads = []
-        for a, m, b, n, inverse_causal in each(call):
+        for q_first, q_count, k_first, k_count, inverse_causal in each(call):
+            q_rows, k_rows = slice(q_first, q_first + q_count), slice(k_first, k_first + k_count)
             do, qs, ks, vs, os = self._at_least_float32(
-                *(x[a : a + m] for x in (dout, q)),
-                *(x[b : b + n] for x in (k, v)),
-                out[a : a + m],
+                dout[q_rows], q[q_rows], k[k_rows], v[k_rows], out[q_rows]
             )
             heads = (ks.shape[1], -1)
             grouped, do, os = (x.unflatten(1, heads) for x in (qs, do, os))
-            row_lse = lse[a : a + m].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)
+            row_lse = lse[q_rows].to(ks.dtype).unflatten(1, heads).permute(1, 2, 0)  # [K, G, t]
             delta = (do * os).sum(-1).permute(1, 2, 0)
             dq, dk, dv = torch.empty_like(grouped), torch.zeros_like(ks), torch.zeros_like(vs)
             for rows, keys, scores in self._chunks(grouped, ks, call.causal, inverse_causal, scale):
@@ -122,7 +140,7 @@ class Math(Kernel):
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 for rows that see no key, whose scores are all -inf."""
+    """lse with 0 for rows that see no key: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
@@ -138,19 +156,19 @@ def oracle(
 ) -> dict[str, Tensor]:
     """Attention of a whole packed sequence on one device, in float64 with kernel `math`.
 
-    Document by document; where `docs` has slices, of the sequence as one.
+    Document by document; if `docs` has a mask of slices, all documents as one sequence.
 
     Args:
         q, k, v: [T, H, D], [T, K, D], [T, K, E] in the order of the packed sequence.
         dout: [T, H, E]; with it the gradients dq, dk, dv are returned too.
-        kernel: another kernel to run, in the inputs' dtype ("the plain kernel"); for documents with
-            a window Math(window), with slices Math(mask=docs.slices): no other takes either.
+        kernel: another kernel, which runs in the inputs' dtype ("the plain kernel" of error reports).
+            Only `Math` takes a window or slices: Math(docs.window), or Math(mask=docs.slices).
 
     Returns:
         {"out", "lse"} and, with dout, {"dq", "dk", "dv"}.
 
     Raises:
-        PlanError: a kernel without the documents' window or slices.
+        PlanError: a kernel that was not made for the documents' window or slices.
     """
     if kernel is None:
         kernel, (q, k, v) = Math(docs.window, docs.slices), (x.double() for x in (q, k, v))

@@ -1,6 +1,6 @@
 """Which kernel runs: a name, a device type and a dtype to a `Kernel`.
 
-math    plain tensor operations 512 rows at a time; any device, float32 and float64; the oracle
+math    plain tensor operations 512 rows at a time, at least in float32; any device and dtype
 aten    torch's own flash kernels: CPU (all float dtypes), CUDA and ROCm (fp16, bf16)
 flash   flash-attn 2, 3 or 4 where installed (fp16, bf16)
 """

@@ -37,8 +37,8 @@ def aligned(x: Tensor) -> Tensor:
 
     GPU kernels refuse such rows; matrix products on some CPUs round them differently.
     """
-    apart = [_address(x), *(n * x.itemsize for n in x.stride()[:-1])]
-    if x.stride(-1) == 1 and all(n % 16 == 0 for n in apart):
+    offsets = [_address(x), *(n * x.itemsize for n in x.stride()[:-1])]  # of rows, in bytes
+    if x.stride(-1) == 1 and all(n % 16 == 0 for n in offsets):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -71,7 +71,7 @@ class Picker:
 
     @classmethod
     def of(cls, call: Call, device: torch.device) -> Picker:
-        """The picker of this call's sequences, made once a device."""
+        """The picker of this call's sequences, made once per device."""
         return device_cached(call.sequences.q_lo, "picker", device, lambda: cls(call, device))
 
     def q(self, x: Tensor) -> Tensor:
@@ -90,12 +90,16 @@ class Picker:
 def row_index(
     low: np.ndarray, count: np.ndarray, device: torch.device, backwards: int = 0
 ) -> slice | Tensor:
-    """Rows of ranges end to end, the last `backwards` ranges from their end to their beginning."""
+    """The rows of the ranges [low, low + count) end to end, as a selection of a tensor's rows.
+
+    Args:
+        backwards: so many of the last ranges run from their end to their beginning.
+    """
     if not backwards and (low[1:] == low[:-1] + count[:-1]).all():
         return slice(int(low[0]), int(low[-1] + count[-1]))
-    row, owner = ranges(low, low + count)
-    turned = (2 * low + count - 1)[owner] - row
-    row = np.where(owner < len(low) - backwards, row, turned)
+    row, in_range = ranges(low, low + count)
+    turned = (2 * low + count - 1)[in_range] - row  # first + last row of the range - row
+    row = np.where(in_range < len(low) - backwards, row, turned)
     return torch.from_numpy(row).to(device)
 
 

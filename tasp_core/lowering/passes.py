@@ -1,16 +1,16 @@
-"""The passes that make a Program of a plan: each takes what the one before it has made and adds one thing.
+"""The passes that make a Program of a plan: each takes the draft of the one before and adds one thing.
 
-    expand_hops      what this rank sends, receives and computes; neither steps of its work nor rows
-    order            in which step it computes what: here alone stands that a step computes what the
-                     communication step before it has brought, and what comes first inside a step
+    expand_hops      what this rank sends, receives and computes; not yet when it computes, nor any rows
+    order            the compute step of each pairing: the one after the communication step that brings
+                     its KV. No other pass knows this rule
     assign_rows      buffer rows for what arrives, by liveness
-    pack_messages    transfers that go together as messages, and rows to which received sums are added
+    pack_messages    the messages of each step, and the rows to which received sums are added
     kernel_calls     the tiles of each step as kernel calls
-    emit             all of it as instructions, in the order that `order` has given
+    emit             instructions, sorted by step and, inside a step, by PHASES
     insert_frees     a FREE after the last use of rows
 
 `lower` runs them all; `stages` keeps what each has made, for pictures (visualize/lowering.py) and tests.
-No tensors here. Rows are int64; nothing is proportional to heads or dims.
+No tensors here. A row is one token in a buffer; nothing is proportional to heads or head dim.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ OWN = -1  # "after" of what needs no arrival
 
 
 class Pairing(NamedTuple):
-    """Query sub-chunks that attend to KV sub-chunks; None: all of the rank's own, not cut.
+    """Query sub-chunks that attend to KV sub-chunks.
 
-    `after` is the communication step that brings the KV, OWN where none does; `step` the compute step:
-    before `order` has run, the earliest one that the schedule allows.
+    Attributes:
+        queries, kv: sub-chunk numbers; None: all of the rank's own tokens, not cut into sub-chunks.
+        after: the communication step that brings the KV; OWN where none does.
+        step: the compute step; before `order` has run, the earliest one that the schedule allows.
     """
 
     queries: np.ndarray | None
@@ -80,7 +82,12 @@ class Times(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """First rows of received sub-chunks, which lie behind the rank's own rows, and rows in all."""
+    """Where received sub-chunks lie, after the rank's own rows, and how many rows of each kind there are.
+
+    Attributes:
+        kv, q, dkv: first row of each received sub-chunk in the buffers of these names.
+        gathered_rows: rows per rank in the result of an all-gather; 0 without one.
+    """
 
     kv: Place
     q: Place
@@ -92,7 +99,12 @@ class Rows(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """One step's messages; dkv_recv rows -> dkv rows, partial_recv rows -> rows of own queries."""
+    """One step's messages, and what is done with received sums.
+
+    Attributes:
+        add: from rows of `dkv_recv` to the rows of `dkv` to which they are added.
+        merge: from rows of `partial_recv` to the query rows whose results they are merged or added into.
+    """
 
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
@@ -102,12 +114,13 @@ class Posted(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """A program in the making: what the passes have found so far; the later fields are empty at first.
+    """A program in the making: what the passes have made so far; the later fields are empty at first.
 
     Attributes:
+        keep_kv: whether the forward pass leaves received KV for the backward pass, where it stays put.
         moves: all that the rank's hop table moves, by sub-chunk, in the order of the table.
-        posted: the rows of `moves` that travel as messages; a collective moves the others, or they are
-            here already.
+        posted: the rows of `moves` that travel as messages. The others are moved by a collective, or
+            are KV that the forward pass has kept.
         kv_arrivals, q_arrivals: the rows of `moves` that bring other ranks' KV and queries.
     """
 
@@ -142,14 +155,14 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
         PlanError: a collective that no executor knows, or one beside which there are messages.
     """
     moves = moves_of(plan, plan.hops(rank, backward=backward))
-    here, kv_here = keep_kv and backward, moves.kind == KV
+    kept, is_kv = keep_kv and backward, moves.kind == KV
     name = plan.schedule.collective
-    collective = name is not None and not here
+    collective = name is not None and not kept
     posted = moves
-    if here:  # the forward pass has left the KV here
-        posted = moves.at(~kv_here)
+    if kept:  # the forward pass has left the KV here
+        posted = moves.at(~is_kv)
     elif collective:
-        posted = moves.at(~(kv_here & (moves.step == 0)))
+        posted = moves.at(~(is_kv & (moves.step == 0)))
         beside = bool((posted.step == 0).any())
         if name != "all_gather" or beside:
             raise PlanError(
@@ -157,7 +170,7 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
                 f"for {name!r}{' and messages' * beside}; prove it with tasp.check"
             )
     arrives = moves.dst == rank
-    kv_arrivals = moves.at(arrives & kv_here)
+    kv_arrivals = moves.at(arrives & is_kv)
     q_arrivals = moves.at(arrives & (moves.kind == Q) & (moves.owner != rank))
     pairings = tuple(_pairings(plan, rank, kv_arrivals))
     return Draft(
@@ -175,13 +188,16 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
 
 
 def _pairings(plan: Plan, rank: int, arrivals: Moves) -> Iterator[Pairing]:
-    """Own queries with what arrives, own queries with own KV, then remote queries."""
+    """Which queries attend to which KV on this rank.
+
+    In this order: own queries with KV that arrives, own queries with own KV, remote queries.
+    """
     remote, offloaded = offloaded_subchunks(plan, rank)
     own = _own_subchunks(plan, rank)
-    turns = plan.schedule.own_steps(rank)
+    turns = plan.schedule.own_steps(rank)  # by share: the step in which its queries meet own KV
 
     def parts(kv: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Own query sub-chunks, and those of `kv` that they attend to here, not on another rank."""
+        """(own query sub-chunks, those of `kv` to which they attend here), without offloaded pairs."""
         here = offloaded.at(np.isin(offloaded.k_subchunk, kv))
         yield own[~np.isin(own, here.q_subchunk)], kv
         for queries, elsewhere in group_by_keys(here.q_subchunk, here.k_subchunk):
@@ -207,6 +223,7 @@ def _pairings(plan: Plan, rank: int, arrivals: Moves) -> Iterator[Pairing]:
 
 
 def _own_subchunks(plan: Plan, rank: int) -> np.ndarray:
+    """Numbers of the rank's own sub-chunks that hold tokens."""
     size = plan.subchunks.parts * plan.schedule.num_shares
     subchunk = np.arange(rank * size, (rank + 1) * size)
     return subchunk[plan.subchunks.count[subchunk] > 0]
@@ -220,7 +237,7 @@ PHASES = (Unpack, Pack, Send, Recv, AllGather, Post, Zero, Attend, Wait, Add, Me
 
 
 def order(draft: Draft) -> Draft:
-    """Give every pairing its step: the one after the arrival of its KV, or later where the plan says so."""
+    """Give every pairing its step: the one after its KV arrives, or later where the schedule says so."""
     plan, moves = draft.plan, draft.moves
     pairings = [p._replace(step=max(p.step, p.after + 1)) for p in draft.pairings]
     pairings.sort(key=lambda p: p.step)  # stable: in a step, arrivals, own KV, remote queries
@@ -251,17 +268,20 @@ def assign_rows(draft: Draft) -> Draft:
 
 
 def _kv_rows(draft: Draft) -> tuple[Place, int, int]:
-    """Rows of received KV, how many they are, and of each rank in a collective."""
+    """Rows of received KV, how many they are, and how many per rank a collective gathers (else 0)."""
     plan, arrivals, tokens = draft.plan, draft.kv_arrivals, draft.tokens
     assert draft.times is not None
     if plan.schedule.collective:
-        rows = int(plan.layout.counts.max())
+        rows = int(
+            plan.layout.counts.max()
+        )  # every rank's KV, padded to the largest, in rank order
         by_number = np.argsort(arrivals.subchunk, kind="stable")
         subchunk, owner = arrivals.subchunk[by_number], arrivals.owner[by_number]
         row = owner * rows + plan.subchunks.low[subchunk]
         return Place(subchunk, tokens + row), plan.ranks * rows, rows
     moves = draft.moves
     sends = moves.at((moves.src == draft.rank) & (moves.kind == KV) & (moves.owner != draft.rank))
+    # a sub-chunk is needed until it is computed on, sent on, and used by the last remote query
     death = last_use(arrivals.subchunk, draft.times.kv_use, sends.subchunk, sends.step)
     used, step = _remote_pairs(draft, 1)
     here = np.isin(used, arrivals.subchunk)
@@ -272,7 +292,7 @@ def _kv_rows(draft: Draft) -> tuple[Place, int, int]:
     np.maximum.at(latest, arrivals.step, death)
     together = latest[arrivals.step]
     first = plan.subchunks.pieces.start[plan.subchunks.first[arrivals.subchunk]]
-    # what arrives together lies together, unless some of it would stay too long
+    # what arrives together lies end to end until the last of it dies, unless that takes more rows
     deaths = [together] if (together == death).all() else [together, death]
     kv_rows, count = min(
         (place(arrivals.subchunk, arrivals.step, d, arrivals.count, first, tokens) for d in deaths),
@@ -282,7 +302,7 @@ def _kv_rows(draft: Draft) -> tuple[Place, int, int]:
 
 
 def _query_rows(draft: Draft) -> tuple[Place, int]:
-    """Rows of remote queries, which are those of their results too."""
+    """Rows of remote queries, and how many; their results lie in the same rows of `out` or `dq`."""
     moves, arrivals = draft.moves, draft.q_arrivals
     assert draft.times is not None
     leaves = np.isin(moves.kind, (Q, OUT, DQ)) & (moves.owner != draft.rank)
@@ -301,7 +321,7 @@ def _remote_pairs(draft: Draft, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gradient_rows(draft: Draft, kv: Place) -> tuple[Place, int]:
-    """Rows in which gradients of remote KV accumulate until they are sent home."""
+    """Rows in which gradients of remote KV accumulate until they are sent on, and how many."""
     arrivals, moves = draft.kv_arrivals, draft.moves
     assert draft.times is not None
     sends = moves.at((moves.src == draft.rank) & (moves.kind == DKV))
@@ -326,14 +346,14 @@ def pack_messages(draft: Draft) -> Draft:
         recvs, add, merge = _receives(draft, here.at(here.dst == draft.rank))
         sends = here.at(here.src == draft.rank)
         low = _first_rows(draft, sends)
-        partial = sends.kind == OUT  # counted from the first remote query's row on
-        low[partial] -= draft.tokens
+        partial = sends.kind == OUT
+        low[partial] -= draft.tokens  # `partial_send` holds rows of remote queries only
         messages.append(Posted(_messages(sends, sends.dst, low, SENDS), recvs, add, merge))
     return replace(draft, messages=tuple(messages))
 
 
 def _first_rows(draft: Draft, moves: Moves) -> np.ndarray:
-    """First row of each sub-chunk in the buffer it is sent from or belongs to."""
+    """First row of each sub-chunk in the buffer in which it is kept (not in a receive buffer of sums)."""
     rows = draft.rows
     assert rows is not None
     low = draft.plan.subchunks.low[moves.subchunk]
@@ -346,7 +366,11 @@ def _first_rows(draft: Draft, moves: Moves) -> np.ndarray:
 
 
 def _receives(draft: Draft, moves: Moves) -> tuple[tuple[Message, ...], Runs, Runs]:
-    """Messages received, and the rows to which gradients and results among them are added."""
+    """A step's received messages, then `Posted.add` and `Posted.merge`.
+
+    Gradients and partial results arrive in a receive buffer of their own, end to end from row 0 on, and
+    are added from there. KV and queries arrive where they are kept.
+    """
     target = _first_rows(draft, moves)
     low, runs = target.copy(), []
     for of_kind in (moves.kind == DKV, (moves.kind == OUT) | (moves.kind == DQ)):
@@ -361,9 +385,16 @@ def _receives(draft: Draft, moves: Moves) -> tuple[tuple[Message, ...], Runs, Ru
 def _messages(
     moves: Moves, peers: np.ndarray, low: np.ndarray, buffers: dict[int, str]
 ) -> tuple[Message, ...]:
-    """Moves as messages, in their order."""
+    """Moves as messages, in their order.
+
+    Args:
+        peers: the other rank of each move.
+        low: its first row in the buffer that it is sent from or received into.
+        buffers: the name of this buffer, by kind: SENDS or RECEIVES.
+    """
     if not len(low):
         return ()
+    # moves first[i] .. ends[i] - 1 are message i; `before` counts the tokens of all moves before each
     first = np.flatnonzero(starts(moves.message))
     ends = np.append(first[1:], len(low))
     before = np.cumsum(moves.count) - moves.count
@@ -386,7 +417,7 @@ def _messages(
 
 
 def kernel_calls(draft: Draft) -> Draft:
-    """Turn each step's pairings into at most two kernel calls."""
+    """Turn each step's pairings into at most two kernel calls: one FULL and one CAUSAL."""
     assert draft.times is not None
     by_step: dict[int, list[Group]] = defaultdict(list)
     for pairing in draft.pairings:
@@ -445,7 +476,7 @@ def emit(draft: Draft) -> Program:
     made = [i for step in range(times.num_steps) for i in _step(draft, step)]
     phase = {kind: number for number, kind in enumerate(PHASES)}
     made.sort(key=lambda i: (i.step, phase[type(i)]))
-    received = [
+    received = [  # the most rows of `dkv_recv`, and of `partial_recv`, that a step fills
         max(
             (int(runs.count.sum()) for runs in (getattr(p, name) for p in draft.messages)),
             default=0,
@@ -512,13 +543,15 @@ def _step(draft: Draft, step: int) -> Iterator[Instruction]:
 
 
 def insert_frees(program: Program, *, keep_kv: bool = False) -> Program:
-    """Say after which instruction rows are needed no more; those in flight, after their WAIT.
+    """The program with a FREE after the last use of each row; rows in flight are in use until their WAIT.
 
     Args:
         keep_kv: the KV buffer stays as it is, for the backward pass or from the forward pass.
     """
+    # Liveness, from the last instruction to the first: a row that is used and not yet live is used here
+    # for the last time. Where an instruction gives a row new contents, its old ones are not live before.
     after: dict[int, dict[str, list[np.ndarray]]] = defaultdict(dict)  # by index: rows by buffer
-    live: dict[str, np.ndarray] = {}
+    live: dict[str, np.ndarray] = {}  # by buffer: whether each row is needed later on, bool [rows]
     sizes = buffer_rows(program)
     in_flight = _waited_for(program)
     for index in range(len(program.instructions) - 1, -1, -1):
@@ -541,6 +574,7 @@ def insert_frees(program: Program, *, keep_kv: bool = False) -> Program:
         instructions.append(instruction)
         for buffer, parts in sorted(after.get(index, {}).items()):
             last = np.concatenate(parts)
+            # own rows are the caller's, and stay
             last = last[last >= program.tokens] if buffer in OWN_ROWS else last
             if len(last):
                 runs = rows_to_themselves(last, np.ones_like(last))
@@ -581,7 +615,7 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (order, assign_rows, pack_message
 
 
 def lower_passes(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Program:
-    """A context-parallel plan's program of one rank: all passes, one after the other."""
+    """One rank's program of a context-parallel plan: all passes, one after the other."""
     draft = expand_hops(plan, rank, backward=backward, keep_kv=keep_kv)
     for one in PASSES:
         draft = one(draft)
@@ -599,7 +633,7 @@ class Line(NamedTuple):
 def stages(
     plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = False
 ) -> list[tuple[str, list[Line]]]:
-    """(name of the pass, what has been made when it is done) of every pass, for people.
+    """(name of the pass, lines that describe the draft or program after it) of every pass, to be read.
 
     >>> from tasp_core import plan
     >>> for name, lines in stages(plan([64], ranks=4, schedule="ring"), 0)[:3]:
@@ -628,7 +662,7 @@ def _program_lines(program: Program) -> list[Line]:
 
 
 def _draft_lines(draft: Draft) -> list[Line]:
-    """Messages, then computations, in the words of program.py as far as they are known."""
+    """Messages, then computations, in the text form of program.py as far as it is known by now."""
     if draft.messages:
         lines = [
             Line(step, str(make(step, m)), tuple(sorted({o for o, *_ in m.parts})))
@@ -682,11 +716,12 @@ def _transfer_lines(draft: Draft) -> list[Line]:
 
 
 def _union_text(low: np.ndarray, count: np.ndarray) -> str:
+    """Row ranges as text, joined where they touch: "16..32 48..64"."""
     return " ".join(f"{a}..{b}" for a, b in union(low, count))
 
 
 def _names(draft: Draft, kind: int, subchunk: np.ndarray) -> str:
-    """Shares of sub-chunks, at most four by name."""
+    """The shares that sub-chunks belong to, as text with at most four names: "kv1.0+kv1.1+2 more"."""
     shares = draft.plan.schedule.num_shares
     owner = subchunk // (draft.plan.subchunks.parts * shares)
     names = list(

@@ -679,6 +679,8 @@ def _message(items: list[str], arrow: str) -> Message:
 
 
 def _moved(make: type[Moved]) -> Callable[[int, list[str]], Moved]:
+    """The parser of an instruction that moves rows between buffers: "dkv_recv -> dkv 0..4>8"."""
+
     def parse(step: int, items: list[str]) -> Moved:
         source, arrow, target, *rest = items
         if arrow != "->":

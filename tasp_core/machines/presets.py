@@ -80,8 +80,8 @@ def machine(name: str | Path) -> Machine:
     """A preset, a preset on U nodes ("h100x2", "mesh4x2"), or a file.
 
     Args:
-        name: mi300x, h100, a100_pcie or meshN, each with xU for U nodes; or the path of a machine's
-            JSON file, or of what `nvidia-smi topo -m` or `rocm-smi --showtopo` printed on a node.
+        name: one of PRESETS (such as "h100"), or meshN, each with xU for U nodes; or the path of a
+            machine's JSON file, or of what `nvidia-smi topo -m` or `rocm-smi --showtopo` printed on a node.
 
     Raises:
         TopologyError: neither a known name nor a readable file, or a file with a line that cannot be read;

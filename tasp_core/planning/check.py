@@ -120,12 +120,12 @@ class _Checker:
         self.back = plan.hops(backward=True)
         self.offloaded = plan.schedule.offloaded
         shape = (self.n, self.n, self.shares)
-        self.arrival = np.full(shape, NEVER)  # of keys at (rank, owner, share)
+        # by (rank, owner, share): the step in which KV arrives, and in which queries do; every rank has
+        # its own from the beginning (-1). Without remote queries one array serves as both.
+        self.arrival = np.full(shape, NEVER)
         ids = np.arange(self.n)
         self.arrival[ids, ids] = -1
-        self.visit = (
-            self.arrival.copy() if len(self.remote_queries.step) else self.arrival
-        )  # of queries
+        self.visit = self.arrival.copy() if len(self.remote_queries.step) else self.arrival
 
     def fail(
         self, what: str, hops: Hops | None = None, row: int = 0, backward: bool = False
@@ -150,7 +150,7 @@ class _Checker:
         return self.full_plan.name_of(int(number))
 
     def exchange(self) -> None:
-        """What is moved by a collective is what the collective moves, and nothing else."""
+        """A plan with a collective lists exactly the hops that the collective makes."""
         collective = self.plan.schedule.collective
         if collective is None:
             return
@@ -205,6 +205,13 @@ class _Checker:
         return np.ravel_multi_index(tuple(hops), shape)
 
     def _check_holding(self, hops: Hops, arrival: np.ndarray) -> None:
+        """Prove that ranks send only what they hold, and that no share arrives twice or at its owner.
+
+        Args:
+            hops: of one kind, KV or Q.
+            arrival: [rank, owner, share], the step in which the share arrives at the rank: -1 at its
+                owner, NEVER elsewhere; written here from `hops`.
+        """
         key = np.ravel_multi_index((hops.dst, hops.owner, hops.share), arrival.shape)
         _, first = np.unique(key, return_index=True)
         again = np.setdiff1d(np.arange(len(key)), first)
@@ -331,6 +338,7 @@ class _Checker:
             limits.buffer,
             "travelling KV",
         )
+        # a remote query is needed until its last pair is computed and its partial output is sent
         out, computed = self.partial_outputs, (m.rank, m.q_owner, m.q_share, m.step)
         uses = [computed, (out.src, out.owner, out.share, out.step)]
         remote_queries = self._peak(
@@ -350,7 +358,13 @@ class _Checker:
         declared: float,
         what: str,
     ) -> float:
-        """Most that is held at once of what came by these hops, until it is last used or sent on."""
+        """The most of what came by these hops that a rank holds at once, in multiples of one rank's own.
+
+        Args:
+            arrival: [rank, owner, share], the step in which the share arrives; see `_check_holding`.
+            uses: (rank, owner, share, step) of what else needs a share than the step after its arrival.
+            declared: the limit.
+        """
         if not hops.step.size:
             return 0.0
         relayed = hops.where(hops.src != hops.owner)

@@ -25,11 +25,11 @@ class Messages(NamedTuple):
 
     hops: Hops
     number: np.ndarray  # hops of equal number travel as one message; in the order of the table
-    tag: np.ndarray  # number of the message on its link in its step
+    tag: np.ndarray  # number of the message on its link in its step, from 0
 
 
 class Moves(NamedTuple):
-    """The same by subchunk (part of a share), parts without tokens dropped."""
+    """`Messages` with one row per sub-chunk; sub-chunks without tokens are dropped."""
 
     step: np.ndarray
     src: np.ndarray
@@ -53,7 +53,7 @@ class Moves(NamedTuple):
 
 
 def starts(*columns: np.ndarray) -> np.ndarray:
-    """Where a row differs from the one before in any column."""
+    """Whether a row differs from the one before in any column, bool; the first row does."""
     new = np.zeros(len(columns[0]), dtype=bool)
     new[:1] = True
     for column in columns:
@@ -62,7 +62,10 @@ def starts(*columns: np.ndarray) -> np.ndarray:
 
 
 def messages_of(plan: Plan, hops: Hops) -> Messages:
-    """Hops as messages: those of a step, link and kind that follow each other are one.
+    """Hops as messages: consecutive hops of one step, link and kind are one message.
+
+    Args:
+        hops: in the order of their steps; hops without tokens are dropped.
 
     Raises:
         PlanError: the steps decrease somewhere.
@@ -79,15 +82,16 @@ def messages_of(plan: Plan, hops: Hops) -> Messages:
         one, other = hops.where(late[0] + np.arange(2)).lines()
         raise PlanError(f"a hop table must be in the order of its steps: {other} comes after {one}")
     hops = hops.where(plan.tokens_moved(hops) > 0)
-    link = starts(hops.step, hops.src, hops.dst)
-    number = np.cumsum(link | starts(hops.kind)) - 1
-    first = number[np.flatnonzero(link)]
-    tag = number - first[np.cumsum(link) - 1] if len(first) else number
+    new_link = starts(hops.step, hops.src, hops.dst)
+    number = np.cumsum(new_link | starts(hops.kind)) - 1
+    # a tag counts from the first message of the hop's link and step
+    first = number[np.flatnonzero(new_link)]
+    tag = number - first[np.cumsum(new_link) - 1] if len(first) else number
     return Messages(hops, number, tag)
 
 
 def moves_of(plan: Plan, hops: Hops) -> Moves:
-    """One row for each subchunk that hops move, in their order, as the messages of `messages_of`."""
+    """One row for each sub-chunk that hops move, in their order, with its message of `messages_of`."""
     messages, parts = messages_of(plan, hops), plan.subchunks.parts
     subchunk = np.stack([plan.subchunk_of(messages.hops, p) for p in range(parts)], axis=1).ravel()
     count = plan.subchunks.count[subchunk]
@@ -143,7 +147,7 @@ def _inside(plan: Plan, hops: Hops) -> bool:
 
 
 def _coded(plan: Plan, hops: Hops) -> tuple[np.ndarray, np.ndarray]:
-    """Link and code of each hop that carries tokens."""
+    """`link` and `code` of an `_End`, for each hop that carries tokens."""
     (step, src, dst, owner, share, kind), number, tag = messages_of(plan, hops)
     link = (step * plan.ranks + src) * plan.ranks + dst
     what = (owner * plan.schedule.num_shares + share) * len(KINDS) + kind
@@ -153,9 +157,10 @@ def _coded(plan: Plan, hops: Hops) -> tuple[np.ndarray, np.ndarray]:
 def _texts(plan: Plan, end: _End, link: int) -> list[str]:
     """The messages of a link and step in words: "kv0.1 kv0.2 (96 tokens)"."""
     low, high = np.searchsorted(end.link, (link, link + 1))
-    code = end.code[low:high]
-    subchunk, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
-    owner, share = np.divmod(subchunk, plan.schedule.num_shares)
+    code = end.code[low:high]  # taken apart here as `_coded` puts it together
+    owned, kind = np.divmod(code >> TAG_BITS + 1, len(KINDS))
+    owner, share = np.divmod(owned, plan.schedule.num_shares)
+    # the tokens of a share do not depend on step, src and dst: any values do
     tokens = plan.tokens_moved(Hops(kind, kind, kind, owner, share, kind))
     result = []
     for rows in np.split(np.arange(len(code)), np.flatnonzero(code & 1)[1:]) if len(code) else ():

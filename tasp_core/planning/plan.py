@@ -10,9 +10,9 @@
     >>> p.hops().lines()[0], Plan.from_json(p.to_json()) == p
     ('t0 0>1 kv0.0', True)
 
-What one message carries is a subchunk: one part of one share of one rank's keys and values. Share j of a
-rank is part j of each of its layout's blocks: a zigzag share has two parts, a piece of the front block
-and a piece of the back block, and each of them is one contiguous run of local tokens.
+A layout holds a rank's tokens in one or more blocks, and every block is cut into as many parts as there
+are shares. Share j is part j of each block. One of these parts is a sub-chunk: a contiguous run of local
+tokens. A zigzag share has two, one of the front block and one of the back block.
 
 Everything here is NumPy; no tensor library is imported.
 """
@@ -56,9 +56,15 @@ MOST_IDLE = 16  # steps without hops that a table shows one by one
 
 @dataclass(frozen=True)
 class Plan:
-    """How one packed row's attention is computed on `ranks` ranks; frozen, hashable, picklable.
+    """How the attention of one packed sequence is computed on `ranks` ranks; frozen, hashable, picklable.
 
-    Build it with `plan(...)`; attributes `docs`, `layout`, `schedule`, `machine`, `ranks`.
+    Build it with `plan(...)`.
+
+    Attributes:
+        docs: the documents and their mask.
+        layout, schedule, machine: with `intra` above 1 they are those between groups: what they call a
+            rank is a group of `intra` ranks.
+        intra: the Ulysses degree.
     """
 
     docs: Documents
@@ -68,7 +74,7 @@ class Plan:
     intra: int = 1
 
     def __post_init__(self) -> None:
-        """Every plan passes here, whether options, words, JSON or a pickle make it.
+        """Every plan passes here, whether options, hop lines, JSON or a pickle make it.
 
         Raises:
             PlanError: parts that do not belong together; more ranks or tokens than can be counted.
@@ -80,7 +86,7 @@ class Plan:
         if self.docs.total > MOST_TOKENS:
             raise PlanError(
                 f"a plan has at most {MOST_TOKENS} tokens, so that pairs can be counted; "
-                f"the row has {self.docs.total}"
+                f"the packed sequence has {self.docs.total}"
             )
         if (self.docs.window or 0) > MOST_WINDOW:
             raise PlanError(f"a window is at most {MOST_WINDOW} tokens, got {self.docs.window}")
@@ -107,16 +113,19 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Ranks the plan is for: groups of `intra` ranks, one group for each rank of `inner`."""
+        """Ranks that the plan is for: `intra` for each rank of `context_plan`."""
         return self.layout.ranks * self.intra
 
     @cached_property
     def context_plan(self) -> Plan:
-        """What runs between the groups; the plan itself where intra is 1."""
+        """The plan between Ulysses groups, each of which it treats as one rank; itself where intra is 1."""
         return self if self.intra == 1 else replace(self, intra=1)
 
     def member_tokens(self, group: int) -> np.ndarray:
-        """Borders of the members' tokens among those of their group, int64 [intra + 1]."""
+        """Which tokens of a group each member holds, int64 [intra + 1].
+
+        Member i holds local tokens border[i] to border[i + 1] - 1 of the group.
+        """
         return self.layout.num_tokens(group) * np.arange(self.intra + 1) // self.intra
 
     def tokens(self, rank: int) -> np.ndarray:
@@ -134,7 +143,7 @@ class Plan:
         return self.docs.positions(self.tokens(rank))
 
     def num_tokens(self, rank: int) -> int:
-        """Tokens a rank holds.
+        """Number of tokens that a rank holds.
 
         Raises:
             LayoutError: the rank does not exist.
@@ -149,7 +158,7 @@ class Plan:
         return rank
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rank and local index of global tokens."""
+        """The rank that holds each global token, and the token's local index there; int64 arrays."""
         group, row = self.layout.locate(tokens)
         if self.intra == 1:
             return group, row
@@ -206,21 +215,24 @@ class Plan:
 
     @cached_property
     def subchunks(self) -> Subchunks:
-        """The parts of every rank's shares, and the pieces of documents in them."""
+        """The sub-chunks of every rank's shares, and the pieces of documents in them."""
         return cut_subchunks(self.layout, self.schedule)
 
     def subchunk_of(self, hops: Hops, part: int) -> np.ndarray:
-        """Number of the subchunk each hop moves for one part of its share."""
+        """Number of the sub-chunk in block `part` that each hop moves, int64 [hops]; see `Subchunks`."""
         return (hops.owner * self.subchunks.parts + part) * self.schedule.num_shares + hops.share
 
     def amounts(self, hops: Hops) -> tuple[np.ndarray, int]:
-        """What each hop moves, and the most a rank has: tokens where shares are uneven, else shares."""
+        """What each hop moves, int64 [hops], and the most that a rank holds.
+
+        In tokens where the schedule is variable-size, else in shares.
+        """
         if not self.schedule.variable_size:
             return np.ones_like(hops.share), self.schedule.num_shares
         return self.tokens_moved(hops), max(1, int(self.layout.counts.max()))
 
     def tokens_moved(self, hops: Hops) -> np.ndarray:
-        """Tokens each hop moves."""
+        """Number of tokens that each hop moves, int64 [hops]."""
         parts = range(self.subchunks.parts)
         return np.sum([self.subchunks.count[self.subchunk_of(hops, p)] for p in parts], axis=0)
 
@@ -258,7 +270,7 @@ class Plan:
         """Read `to_json` text.
 
         Raises:
-            PlanError: not a plan, another schema version, or values no plan can have.
+            PlanError: not a plan, another schema version, or values that no plan can have.
         """
         data = read_json(text, SCHEMA)
         docs, machine = read_documents(data), read_machine(data)
@@ -360,7 +372,7 @@ def make_plan(
     try:
         options = tuple(sorted((schedule_options or {}).items()))
         return _planned(docs, schedule, layout, groups, intra, options)
-    except TypeError:  # an option that cannot be remembered is not one that works: say so
+    except TypeError:  # an option that is not hashable: `build` says why it is wrong
         placed = Layout(layout, docs, groups.ranks)
         return Plan(docs, placed, build(schedule, groups, schedule_options, placed), groups, intra)
 
@@ -374,14 +386,14 @@ def _planned(
     intra: int,
     options: tuple[tuple[str, Any], ...],
 ) -> Plan:
-    """A plan of the machine between groups; the same object, with what it has compiled, if asked again."""
+    """A plan on the machine between groups; asked again, the same object with all that it has cached."""
     placed = _laid_out(layout, docs, machine.ranks)
     return Plan(docs, placed, build(schedule, machine, dict(options), placed), machine, intra)
 
 
 @lru_cache(maxsize=32)
 def _laid_out(layout: str, docs: Documents, ranks: int) -> Layout:
-    """One object for plans that differ in their schedules only: what it has found out is shared."""
+    """One object for plans that differ in their schedules only, so that they share what it has cached."""
     return Layout(layout, docs, ranks)
 
 
@@ -439,10 +451,15 @@ def between_groups(machine: Machine, intra: int) -> Machine:
 
 
 class Subchunks(NamedTuple):
-    """The parts of shares: what one message carries. Subchunk ((owner * parts) + part) * shares + share.
+    """All sub-chunks of a plan: the part of one share in one block, a contiguous run of the owner's tokens.
 
-    `low` and `count` are the owner's local tokens; pieces `first[u] .. first[u + 1] - 1` make up
-    subchunk u, in local order, each inside one document.
+    The number of a sub-chunk is ((owner * parts) + part) * shares + share.
+
+    Attributes:
+        parts: sub-chunks per share, as many as the layout has blocks.
+        low, count: first local token of each sub-chunk in its owner, and its tokens.
+        first: pieces first[u] .. first[u + 1] - 1 make up sub-chunk u, in local order.
+        pieces: each inside one document; offsets count from the beginning of the sub-chunk.
     """
 
     parts: int
@@ -453,14 +470,14 @@ class Subchunks(NamedTuple):
 
 
 def cut_subchunks(layout: Layout, schedule: Schedule) -> Subchunks:
-    """Every rank's tokens cut into subchunks, and those into pieces of documents."""
+    """Every rank's tokens cut into sub-chunks, and those into pieces of documents."""
     shares = schedule.num_shares
     lows, counts, numbers, pieces = [], [], [], []
     for rank in range(layout.ranks):
         cuts = schedule.cuts(layout, rank)
         low = cuts[:, :-1].ravel()
         part = layout.pieces(rank, np.unique(cuts))
-        # empty subchunks share their low end with the next one; the last such subchunk has the tokens
+        # empty sub-chunks begin where the next one does; the last of those holds the tokens
         number = np.searchsorted(low, part.offset, side="right") - 1
         lows.append(low)
         counts.append(np.diff(cuts, axis=1).ravel())

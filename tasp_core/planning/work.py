@@ -4,8 +4,8 @@ Compute step t takes the shares that arrived in communication step t - 1; own ke
 
     work_of              pairs, rows, kernel calls and needed shares by rank and step: the one counter
                          of `check`, `simulate` and the figures
-    offloaded_subchunks  pairs of subchunks computed on another rank than their queries', for lowering
-    group_by_keys        query subchunks that meet the same key subchunks, for lowering
+    offloaded_subchunks  pairs of sub-chunks computed on another rank than their queries', for lowering
+    group_by_keys        query sub-chunks that attend to the same key sub-chunks, for lowering
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plan import Plan
 
 
 class OffloadedSubchunks(NamedTuple):
-    """Pairs of subchunks computed on another rank than the one that owns their queries, int64."""
+    """Pairs of sub-chunks computed on another rank than the one that owns their queries, int64."""
 
     step: np.ndarray
     rank: np.ndarray  # the one that computes them
@@ -34,7 +34,10 @@ class OffloadedSubchunks(NamedTuple):
 
 
 def in_subchunks(plan: Plan, offloaded: OffloadedPairs) -> OffloadedSubchunks:
-    """Pairs of shares as pairs of subchunks; those without tokens are dropped."""
+    """Pairs of shares as pairs of sub-chunks: every part of one with every part of the other.
+
+    Sub-chunks without tokens are dropped.
+    """
     parts, shares = plan.subchunks.parts, plan.schedule.num_shares
     part = np.arange(parts)
     q = (offloaded.q_owner[:, None] * parts + part) * shares + offloaded.q_share[:, None]
@@ -56,7 +59,7 @@ def offloaded_subchunks(plan: Plan, rank: int) -> tuple[OffloadedSubchunks, Offl
 def group_by_keys(
     q_subchunk: np.ndarray, k_subchunk: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Query subchunks that are paired with the same set of key subchunks, and that set.
+    """Query sub-chunks that are paired with the same set of key sub-chunks, and that set.
 
     >>> queries, keys = np.array([1, 1, 2, 3, 3]), np.array([7, 8, 7, 8, 7])
     >>> [(q.tolist(), k.tolist()) for q, k in group_by_keys(queries, keys)]

@@ -3,8 +3,9 @@
     out = tasp.attention(q, k, v, plan, group)      # rows in plan.tokens(rank) order, on every rank
 
 A call goes through these files, in this order: attention -> validate (this rank's arguments) ->
-handshake (all ranks agree) -> execute (the plan's steps) -> exchange (each step's messages) -> merge
-(partial results into one). Every rank raises the same error before anything is exchanged.
+handshake (all ranks agree) -> execute (runs the rank's program; lowering/ makes it at the first call) ->
+exchange (each step's messages) -> merge (partial results into one). Where ranks do not agree, or one has
+wrong arguments, every rank raises the same error and no result is computed.
 Does not cover: dropout, biases, KV caches. This file imports torch only when called.
 """
 
@@ -57,7 +58,8 @@ def attention(
             differentiable, float32 (float64 for float64 inputs).
         grad_comm_dtype: dtype in which the gradients of K and V travel; default float32 (float64).
         keep_kv: keep the KV that arrives for the backward pass, in which it then does not travel
-            again; memory for all KV that a rank needs instead of two shards. Default: no.
+            again. Takes memory for all KV that a rank needs, instead of the KV of two ranks with
+            relaying schedules. Default: no.
         tokens: [t] int64, the id of the token in each row, plan.tokens(rank) if the order is right;
             compared with the plan. Default: the order is not checked.
 
@@ -117,7 +119,7 @@ def _attention(
     keep_kv: bool,
     tokens: Tensor | None,
 ) -> Any:
-    """`attention` itself."""
+    """The call: validate, agree with the other ranks, run the pass; arguments and errors of `attention`."""
     import torch
 
     from ..kernels.resolve import resolve
@@ -141,7 +143,7 @@ def _attention(
         raise PlanError(f"rank {rank}: {error}")
 
     batched = q.dim() == 4
-    if batched:
+    if batched:  # tokens first: [t, B, H, D]
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     context = Context(
         plan.context_plan,
@@ -161,7 +163,10 @@ def _attention(
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as scaled_dot_product_attention gets them under autocast; else as they are."""
+    """Under autocast, the tensors in the dtype in which scaled_dot_product_attention would get them.
+
+    Else, and what autocast does not cast (no tensors, float64, other devices), as they are.
+    """
     import torch
 
     device = getattr(getattr(tensors[0], "device", None), "type", "cpu")
@@ -193,7 +198,7 @@ def _exchange(group: Any, plan: Any, device: torch.device | None) -> Exchange | 
 def members_of(plan: Any, group: Any) -> Sequence[int] | None:
     """The ranks of `group` that run the context-parallel plan together with this one; None: all.
 
-    Anything that is not a plan for this group has all: `validation_error` says what is wrong with it.
+    None too for what is not a plan for this group: `validation_error` says what is wrong with it.
     """
     import torch.distributed as dist
 

@@ -4,7 +4,7 @@
     exchange.handshake(signature)                    # what this rank is about to do
     wait = exchange.post(t, sends, recvs, buffers)   # starts the messages of step t
     ...                                              # compute on what has arrived before
-    wait()                                           # all ranks agree, and the step's messages are there
+    wait()                                           # returns when ranks agree and messages have arrived
 
 `attention` takes an `Exchange` in the place of a process group, so another way to exchange is one class
 in one file. Others: `CountingExchange` below, and in lab/bench `InProcessExchange` (one_process.py) and
@@ -32,13 +32,12 @@ from .process_group import GroupRank, carriage_error, over_nccl, ranks_text
 
 Wait = Callable[[], None]
 Transfer = tuple[Tensor, int, int]  # rows, the peer's rank in the group, tag
-STEPS = (
-    1 << 4
-)  # that tags tell apart: of 31 bits 15 are the handshake's prefix, 4 the step, 12 the message
+# a tag has 31 bits: 15 of the handshake's prefix, 4 of the step, 12 of the message (packing.TAGS)
+STEPS = 1 << 4
 
 
 def _nothing() -> None:
-    """The wait of what is there already."""
+    """The wait where nothing was started."""
 
 
 class Exchange(ABC):
@@ -53,10 +52,10 @@ class Exchange(ABC):
         all_to_all                     around each pass, with a Ulysses degree above 1  refused
         handshake, finish_handshake    before each pass, and before its results count   all agree
 
-    What `post`, `post_all_to_all` and `all_gather` start, the returned function waits for. Until then
-    rows that are sent do not change, and rows that arrive are not read. A wait finishes the handshake
-    first, so that no rank computes with what another one meant otherwise. All ranks of a plan call
-    these methods in the same order of steps.
+    `post`, `post_all_to_all` and `all_gather` return a function that waits for what they have started.
+    Until it returns, rows that are sent must not change and rows that arrive must not be read. A wait
+    finishes the handshake first, so that no rank computes on data of a rank that runs something else.
+    All ranks of a plan call these methods in the same order of steps.
 
     Args:
         rank, ranks: this rank among those of the plan that runs, and their number.
@@ -93,8 +92,8 @@ class Exchange(ABC):
             signature: what must be equal on all ranks; the key "pass" says which pass it is, the key
                 "error" holds what is wrong with this rank's own arguments.
             error: what is raised where ranks differ.
-            begins: whether a new call begins; False for another pass of a call, whose "pass" says of
-                which.
+            begins: whether a new call begins; False for a later pass of a call, whose number is then
+                part of signature["pass"].
 
         Returns:
             the number of the call in this group, from 1.
@@ -102,10 +101,11 @@ class Exchange(ABC):
         return 0
 
     def finish_handshake(self) -> None:
-        """End the handshake; the same error on all ranks where they differ.
+        """End the handshake; does nothing where none is open.
 
         Raises:
-            error of `handshake`: a rank's own error, or the ranks that differ and in what.
+            the `error` of `handshake`, the same on all ranks: names a rank and its own error, or the
+                ranks that differ and in what.
         """
         return
 
@@ -136,8 +136,8 @@ class Exchange(ABC):
         """`post` as one all-to-all for each kind of message.
 
         Args:
-            kinds: of which there are messages in the pass, on any rank: all ranks call the collective of
-                each, in this order, with or without messages of their own.
+            kinds: the kinds of messages that any rank has in the pass. Every rank calls one collective
+                for each of them, in this order, even if it has no messages of that kind.
         """
         return self.post(t, sends, recvs, buffers)
 
@@ -146,8 +146,8 @@ class Exchange(ABC):
 
         Args:
             own: [t, heads, dim], up to `rows` rows of this rank.
-            gathered: [ranks * rows, heads, dim], to be filled in rank order; rows that a rank does not
-                have are unspecified.
+            gathered: [ranks * rows, heads, dim], to be filled in rank order. A rank with fewer than
+                `rows` rows leaves the others unspecified.
         """
         raise PlanError(f"{type(self).__name__} has no all-gather; use another schedule")
 
@@ -158,7 +158,7 @@ class Exchange(ABC):
 
         Args:
             peers: consecutive ranks of the group, this one among them, that all call this together.
-            what: is exchanged, for errors.
+            what: a name of what is exchanged, for error texts.
         """
         raise PlanError(
             f"{type(self).__name__} exchanges no {what}; use a Ulysses degree (intra) of 1"
@@ -214,10 +214,10 @@ class ProcessGroupExchange(Exchange):
 
     @abstractmethod
     def transfer(self, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> list[Any]:
-        """Start receives and sends of contiguous rows; their handles."""
+        """Start receives and sends of contiguous rows; returns what waits for them (`wait()` each)."""
 
     def start(self, t: int, recvs: list[PackedMessage], sends: list[PackedMessage]) -> list[Any]:
-        """Start a step's messages; their handles."""
+        """Start a step's messages; the handles of `transfer`."""
         first_tag = (self._handshake.tag_prefix * STEPS + t % STEPS) * TAGS
         incoming, outgoing = (
             [(p.rows, self.members[p.message.peer], first_tag + p.tag) for p in packed]
@@ -244,7 +244,7 @@ class ProcessGroupExchange(Exchange):
             try:
                 self.finish_handshake()
             except BaseException:
-                # what is on its way must find its rows, or gloo never reads that connection again
+                # keep the rows of messages in flight: without them gloo stops reading the connection
                 self.me.state.refused_messages.append((handles, posted, scattered))
                 raise
             for i, handle in enumerate(handles):
@@ -264,7 +264,11 @@ class ProcessGroupExchange(Exchange):
     def _waits_for(
         self, posted: Sequence[PackedMessage], i: int, received: int
     ) -> tuple[str, list[int]]:
-        """What the i-th handle waits for, in words, and its peers; the first `received` are receives."""
+        """What the i-th handle waits for, in words, and its peers; the first `received` are receives.
+
+        Args:
+            posted: the messages of the handles, in their order.
+        """
         m, peer = posted[i].message, self.members[posted[i].message.peer]
         # with Ulysses a rank holds some heads of its group's tokens: the share is that rank's
         share = f"{KINDS[m.kind]}{self.members[m.owner]}.{m.share}"
@@ -280,10 +284,10 @@ class ProcessGroupExchange(Exchange):
         buffers: Buffers,
         kinds: Sequence[int] = (KV, DKV),
     ) -> Wait:
-        """As `Exchange.post_all_to_all`; packs a step's messages, so it needs one more copy.
+        """As `Exchange.post_all_to_all`; copies a step's messages into one tensor per kind.
 
         Raises:
-            PlanError: a message of another kind, which would stay behind.
+            PlanError: a message whose kind is not in `kinds`, which would not be sent.
         """
         behind = [m for m in (*sends, *recvs) if m.kind not in kinds]
         if behind:
@@ -316,6 +320,7 @@ class ProcessGroupExchange(Exchange):
         return wait
 
     def _splits(self, messages: Iterable[Message]) -> list[int]:
+        """Rows exchanged with each rank of the group."""
         sizes = [0] * self.group_size
         for m in messages:
             sizes[self.members[m.peer]] += m.count
@@ -358,13 +363,14 @@ class ProcessGroupExchange(Exchange):
 class GlooExchange(ProcessGroupExchange):
     """Over gloo, and any backend whose messages have tags: each message has a handle of its own.
 
-    Tags keep messages of ranks that do not agree from meeting, so a handshake may end after the first
-    messages.
+    Ranks that do not agree use different tags, so their messages never meet. The first messages may
+    therefore be posted before the handshake has ended.
     """
 
     def transfer(self, recvs: Sequence[Transfer], sends: Sequence[Transfer]) -> list[Any]:
-        """Receives first: gloo sends once it hears that the receiver is ready, and that word must not
-        queue up behind a message's bytes.
+        """Receives first: gloo sends once the receiver has said that it is ready.
+
+        That notice must not wait in a queue behind the bytes of a message.
         """
         group = self.group  # dist.isend and irecv check as long as the call itself takes
         return [
@@ -380,7 +386,7 @@ class GlooExchange(ProcessGroupExchange):
         outgoing = [part.contiguous() for part in parts]
         incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
         incoming[own] = outgoing[own].view(shapes[own])
-        turns = [(own + d) % n for d in range(1, n)]  # every receiver starts with another
+        turns = [(own + d) % n for d in range(1, n)]  # so no two ranks send to one peer first
 
         def transfers(rows: list[Tensor], order: Iterable[int]) -> list[Transfer]:
             return [(rows[j], peers[j], 0) for j in order if rows[j].numel()]
@@ -401,7 +407,8 @@ class GlooExchange(ProcessGroupExchange):
 class NcclExchange(ProcessGroupExchange):
     """Over NCCL or RCCL: a step's messages are one batch, and pair up by their order, without tags.
 
-    So a signature on which the group has not agreed yet is compared before the first message.
+    Messages of ranks that do not agree would meet, so the handshake of a signature that is new to the
+    group ends before the first message.
     """
 
     def handshake(
@@ -424,8 +431,8 @@ class NcclExchange(ProcessGroupExchange):
     def _make_communicator(self) -> None:
         """Make NCCL's communicator before the first message of a group.
 
-        It is made at the first call, in which every rank must take part; a rank without messages in a
-        step does not.
+        NCCL makes it in the group's first call, in which every rank must take part. A step is no such
+        call, since ranks without messages in it make none.
         """
         if not self.me.state.has_communicator:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)

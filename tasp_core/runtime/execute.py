@@ -1,13 +1,15 @@
 """Run a Program: the forward and the backward pass of one rank, and the autograd function around them.
 
-An executor runs a program's instructions in the order of the list: what each does is one method below,
-when it is done is decided by the list alone. Partial results are merged in float32 (float64 for float64
-inputs) in that order, so equal inputs give equal bits. Shapes: T this rank's tokens, H query heads, K
-key/value heads, D key dim, E value dim.
+An executor runs a program's instructions in the order of the list. Each kind of instruction is one method
+below; the list alone decides when it runs. Partial results are merged in float32 (float64 for float64
+inputs) in that order, so equal inputs give equal bits.
 
-A remote query, i.e. a query of another rank, brings in one message what its pass needs: q, and in the
-backward pass also dout, out and lse (its bits, since float32 must survive a bf16 message). UNPACK takes
-them apart, once. Shapes: t own rows, g remote query rows, H heads.
+A remote query, i.e. a query of another rank, arrives in one message with all that its pass needs: q, and
+in the backward pass also dout, out and lse. The message has q's dtype; lse travels as its bits, so that a
+bf16 message does not round it. UNPACK takes the message apart.
+
+Shapes: T this rank's tokens, B batch, H query heads, K key/value heads, D key dim, E value dim, g rows of
+remote queries, W values per head of a remote query's message.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ from .merge import merge_
 from .packing import Buffers
 from .ulysses import Ulysses
 
-MANY = 8  # from this number of runs on, one indexed operation instead of one for each run
+MANY = 8  # from so many runs on, rows are indexed in one operation instead of run by run
 
 
 @lru_cache(maxsize=128)
 def program_of(
     plan: Plan, rank: int, *, backward: bool, keep_kv: bool = False, computes: bool = True
 ) -> Program:
-    """The rank's lowered program, remembered; without `computes` its exchange alone."""
+    """The rank's lowered program, cached; without `computes` its exchange alone, no ATTEND."""
     program = lower(plan, rank, backward=backward, keep_kv=keep_kv)
     if computes:
         return program
@@ -68,9 +70,10 @@ def program_of(
 
 @dataclass(frozen=True)
 class Context:
-    """What both passes of a call share; plan and rank are those between groups.
+    """What both passes of a call share.
 
     Attributes:
+        plan, rank: the context-parallel plan, and this rank's number in it.
         exchange: the ranks that share a packed sequence; None: this process alone.
         ulysses: the exchange of heads for tokens around it, with `intra` above 1.
         signature: what all ranks must agree on before the backward pass exchanges anything.
@@ -96,9 +99,9 @@ class Context:
         )
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """K and V of the rank as one buffer, so that they travel as one message, and room for others'.
+        """The buffer `kv`, [T + received rows, K, D + E]: the rank's own rows, then room for received ones.
 
-        [T + received rows, K, D + E].
+        K and V lie side by side, so that they travel as one message.
         """
         rows = len(k) + self.program(backward=False).kv_buffer_rows
         kv = k.new_empty((rows, k.shape[1], k.shape[2] + v.shape[2]))
@@ -138,7 +141,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _views(runs: Runs, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """(src, dst) row selections of runs: slices, or one pair of indices where runs are many."""
+    """(src, dst) row selections: a pair of slices per run, or one pair of indices where runs are many."""
     if len(runs.src) < MANY:
         for s, d, n in zip(*(c.tolist() for c in runs), strict=True):
             yield slice(s, s + n), slice(d, d + n)
@@ -166,7 +169,16 @@ def _slices(rows: Runs) -> Iterator[tuple[slice, slice]]:
 
 
 class _Keys:
-    """The KV rows of one ATTEND, gathered and converted as far as needed."""
+    """The KV rows of one ATTEND: read in place, or gathered where `attend.gather` lists rows.
+
+    Args:
+        kv: the buffer, [rows, K, D + E].
+        dtype: to compute in.
+        dim: D.
+
+    Attributes:
+        rows: [s, K, D + E]; k [s, K, D] and v [s, K, E] are views of it.
+    """
 
     def __init__(self, attend: Attend, kv: Tensor, dtype: torch.dtype, dim: int):
         rows, index = kv[attend.low : attend.low + attend.count], attend.gather
@@ -179,11 +191,11 @@ class _Keys:
 
 
 class Executor:
-    """Runs instructions one after the other; the two passes below say what the computing ones do.
+    """Runs instructions one after the other; the two subclasses below define those that compute.
 
-    Messages are listed by SEND and RECV, started by POST and waited for by WAIT. An executor that overlaps
-    more than that is another class with the same methods: what depends on what stands in the
-    instructions' `reads` and `writes`.
+    SEND and RECV list messages, POST starts those listed, WAIT waits for them. An executor that overlaps
+    more than that is another class with the same methods. The instructions' `reads` and `writes` say which
+    of them depend on each other.
     """
 
     def __init__(self, ctx: Context, program: Program, buffers: Buffers) -> None:
@@ -255,7 +267,14 @@ METHODS: dict[type[Instruction], Callable[[Executor, Any], None]] = {
 
 
 class ForwardExecutor(Executor):
-    """The forward pass; see `run_forward`."""
+    """The forward pass; see `run_forward`.
+
+    Args:
+        q: [T, H, D]. kv: `ctx.pack(k, v)`. dim: D.
+
+    Attributes:
+        q, out, lse: [T + g, H, D], [T + g, H, E] and [T + g, H], own rows first.
+    """
 
     def __init__(self, ctx: Context, program: Program, q: Tensor, kv: Tensor, dim: int) -> None:
         self.dtype, self.dim = _compute_dtype(ctx, program, q), dim
@@ -291,6 +310,7 @@ class ForwardExecutor(Executor):
             part, part_lse = ctx.kernel.forward(self.q, keys.k, keys.v, call, ctx.scale)
             for runs in call.q_runs:
                 for src, dst in _views(runs, device):
+                    # the first partial result of all rows is taken as it is, without a merge
                     if self.untouched and runs.count.tolist() == [len(part)] == [len(self.out)]:
                         self.out = part.to(self.out.dtype)
                         self.lse = part_lse.to(self.lse.dtype)
@@ -311,12 +331,13 @@ def run_forward(
     """One rank's forward pass.
 
     Args:
-        q: [T, H, D]; k: [T, K, D]; v: [T, K, E]. kv: `ctx.pack(k, v)`, to be kept by the caller.
+        q: [T, H, D]; k: [T, K, D]; v: [T, K, E].
+        kv: `ctx.pack(k, v)`, for a caller that keeps it for the backward pass; default: packed here.
 
     Returns:
         out [T, H, E] and lse [T, H] in float32, or float64 for float64 inputs.
     """
-    # kernels would read the memory behind k and v
+    # with other numbers of heads kernels would read beyond the memory of k and v
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     program = ctx.program(backward=False)
     kv = ctx.pack(k, v) if kv is None else kv
@@ -335,7 +356,16 @@ def _merge_rows(out: Tensor, lse: Tensor, dst: Any, part: Tensor, part_lse: Tens
 
 
 class BackwardExecutor(Executor):
-    """The backward pass; see `run_backward`."""
+    """The backward pass; see `run_backward`.
+
+    Args:
+        tensors: q [T, H, D], dout [T, H, E], out [T, H, E] and lse [T, H].
+        kv: `ctx.pack(k, v)`. dim: D.
+
+    Attributes:
+        dq: [T + g, H, D]; dkv: [T + rows of remote KV gradients, K, D + E]; own rows first, in the
+            accumulator dtype.
+    """
 
     def __init__(
         self, ctx: Context, program: Program, tensors: Sequence[Tensor], kv: Tensor, dim: int
@@ -343,7 +373,7 @@ class BackwardExecutor(Executor):
         q, own = tensors[0], program.tokens
         self.dtype, self.dim = _compute_dtype(ctx, program, q), dim
         exact = accumulator_dtype(q.dtype)
-        sent = ctx.grad_comm_dtype or exact
+        sent = ctx.grad_comm_dtype or exact  # the dtype in which gradients travel
         self.queries = Queries(program, tensors, self.dtype)
         self.dkv = kv.new_empty((own + program.remote_grad_rows, *kv.shape[1:]), dtype=exact)
         self.dkv[:own] = 0
@@ -366,6 +396,7 @@ class BackwardExecutor(Executor):
         q, dout, out, lse = self.queries.rows
         kernel.finish()
         runs, count, dim, dkv = instruction.grads, len(keys.rows), self.dim, self.dkv
+        # add to `dkv` directly where its rows lie as those of the keys, else by way of a buffer
         direct = len(runs) == 1 and len(runs[0].src) == 1 and int(runs[0].count[0]) == count
         if direct:
             start = int(runs[0].dst[0])
@@ -399,7 +430,7 @@ def run_backward(
 
     Args:
         dout, out: [T, H, E]; q: [T, H, D]; k: [T, K, D]; v: [T, K, E]; lse: [T, H], of all keys.
-        kv: what the forward pass has left in `ctx.pack(k, v)`, with ctx.keep_kv.
+        kv: with ctx.keep_kv, the buffer `kv` as the forward pass has left it.
 
     Returns:
         dq [T, H, D], dk [T, K, D], dv [T, K, E] in float32, or float64 for float64 inputs.
@@ -413,7 +444,7 @@ def run_backward(
 
 
 def _compute_dtype(ctx: Context, program: Program, q: Tensor) -> torch.dtype:
-    """One call per pass: the kernel as it is. Several: in a dtype in which parts add up exactly."""
+    """The dtype to compute in: q's where a pass is one kernel call, else the one for partial results."""
     alone = (
         program.num_calls <= 1
         and not program.remote_query_rows
@@ -423,16 +454,16 @@ def _compute_dtype(ctx: Context, program: Program, q: Tensor) -> torch.dtype:
 
 
 def _no_autocast(x: Tensor) -> Any:
-    """Passes choose their own dtypes; autocast would round what kernel `math` computes."""
+    """A context without autocast: passes choose their dtypes, and autocast would round kernel `math`."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 class Attention(torch.autograd.Function):
-    """Autograd around the two passes of a call; q, k, v are [t, H, D] or [t, B, H, D].
+    """Autograd around the two passes of a call; q, k, v are [T, H, D] or [T, B, H, D].
 
-    A batch is more heads: every row follows the same plan. Each pass is one node of the graph, with
-    all of its exchanges, and begins with a handshake: ranks that run backward passes in different
-    orders are told so before they exchange.
+    All packed sequences of a batch follow the same plan, so their heads are joined: [T, B H, D]. Each pass
+    is one node of the graph with all of its exchanges. The backward pass begins with a handshake too, so
+    that ranks that run their backward passes in different orders all raise an error.
     """
 
     @staticmethod
@@ -449,7 +480,7 @@ class Attention(torch.autograd.Function):
             out, lse = run_forward(run, q, k, v, kv)
             out = out.to(q.dtype)
             if exchange:
-                exchange.finish_handshake()  # where a plan exchanges nothing, no wait has ended it
+                exchange.finish_handshake()  # no wait has ended it if the plan exchanges nothing
             ctx.run, ctx.batch = run, batch
             ctx.save_for_backward(q, k, v, out, lse, *[kv] * run.keep_kv)
             if batch:
@@ -485,14 +516,14 @@ class Attention(torch.autograd.Function):
 
 
 class Queries:
-    """Own rows of tensors [t, H, *] in `dtype`, and room for remote queries behind them.
+    """Own rows of tensors [T, H, *] in `dtype`, and room for remote queries after them.
 
     Args:
-        tensors: q, or (q, dout, out, lse); lse [t, H] keeps its dtype.
+        tensors: q, or (q, dout, out, lse); lse [T, H] keeps its dtype.
 
     Attributes:
-        rows: the same tensors, [t + g, H, *].
-        buffers: {"q": what travels, [t + g, H, W] in q's dtype}; empty where no query moves.
+        rows: the same tensors, [T + g, H, *].
+        buffers: {"q": what travels, [T + g, H, W] in q's dtype}; empty where no query moves.
     """
 
     def __init__(self, program: Program, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -513,7 +544,11 @@ class Queries:
         self.rows = grown
 
     def unpack(self, instruction: Unpack, *results: tuple[Tensor, float]) -> None:
-        """Take remote queries apart; their rows of each result begin at the value beside it."""
+        """Take the messages of remote queries apart, and set their rows of results to a first value.
+
+        Args:
+            results: (tensor [T + g, ...], first value of its rows).
+        """
         for _, here in _slices(instruction.rows):
             parts = self.buffers["q"][here].split(self.widths, -1)
             for x, part in zip(self.rows, parts, strict=True):
@@ -523,5 +558,5 @@ class Queries:
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[t, H, *] as it is; lse [t, H] as the same bits in `dtype`, [t, H, n]."""
+    """[T, H, *] as it is; lse [T, H] as the same bits in `dtype`, [T, H, n]."""
     return x[..., None].contiguous().view(dtype) if x.dim() == 2 else x

@@ -49,23 +49,30 @@ class Handshake:
     ) -> int:
         """Start to compare; arguments and result as those of `Exchange.handshake`.
 
+        Sets `known` and `tag_prefix`, sends this rank's digest to all ranks and does not wait for theirs.
+        `finish` does: it raises where digests differ, else it remembers that the group agrees.
+
         Raises:
             TransportError: the other ranks cannot be reached.
         """
         state = self.me.state
         state.calls += begins
         own = {key: value[:VALUE_LENGTH] for key, value in signature.items()}
-        # the pass of a later pass names its call, so it would be new each time
+        # `known` is about what recurs. The "pass" of a later pass holds the number of its call, which is
+        # new each time, so it is left out.
         lasting = own if begins else {k: v for k, v in own.items() if k != "pass"}
         known_as = hashlib.sha256(json.dumps([begins, lasting]).encode()).digest()
         self.known = known_as in state.agreed
+        # what is compared: the number of the call too, so that ranks cannot be in different calls
         text = json.dumps(own | {"call": str(state.calls)} if begins else own).encode()
         self.me.doing = own.get("pass", "a forward pass")
         self.me.doing += f" of call {state.calls}" if begins else ""
         digest = hashlib.sha256(text).digest()
         self.tag_prefix = self.prefix_of(digest)
         digests = torch.frombuffer(bytearray(digest), dtype=torch.uint8).repeat(self.me.size, 1)
-        received = torch.empty_like(digests)  # all at once: a gather would walk a ring
+        received = torch.empty_like(
+            digests
+        )  # all-to-all: an all-gather would take n - 1 steps of a ring
         try:
             work = control_group(self.me.group).alltoall_base(received, digests, [], [])
         except RuntimeError as failed:
@@ -76,7 +83,7 @@ class Handshake:
             with self.me.naming(0, "comparing plans with the other ranks"):
                 work.wait()
             if own.get("error") or bool((received != digests).any()):
-                # messages of this call may wait for ever; no later one may meet them
+                # messages of this call may stay posted for ever: no later call may use its tag prefix
                 if len(state.failed_prefixes) > PREFIXES // 2:
                     state.failed_prefixes.clear()
                 state.failed_prefixes.update(

@@ -245,6 +245,7 @@ class _Reports:
         return [self.results[rank] for rank in range(len(self.pipes))]
 
     def _receive(self, rank: int) -> None:
+        """Read the rank's report, (True, result) or (False, failure); a closed pipe is a failure too."""
         self.silent.discard(rank)
         try:
             good, value = pickle.loads(self.pipes[rank].recv_bytes())
@@ -266,6 +267,7 @@ class _Reports:
         return soon if len(self.silent) == 1 else soon + self.message_s
 
     def _error(self) -> RankError:
+        """The error of a launch that failed: every rank's text, and the rank at fault with its cause."""
         hung = self._stacks()
         first = self._first(hung)
         errors = {rank: f.text for rank, f in self.failures.items()}

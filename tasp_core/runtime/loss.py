@@ -59,7 +59,14 @@ def label_error(labels: Tensor, name: str = "labels") -> str:
 
 
 def outside_error(labels: Tensor, classes: int, of: str, ignore: int, name: str = "labels") -> str:
-    """Which label is none of `classes` numbers, or ""; reads the labels, so a GPU is waited for."""
+    """An error text about the first label outside 0 .. classes - 1, or "" if there is none.
+
+    Reads the labels, so that the host waits for a GPU.
+
+    Args:
+        labels: [...] whole numbers; those equal to `ignore` may be anything.
+        of, name: what has the classes, and what the caller calls the labels, in the error text.
+    """
     outside = labels[(labels != ignore) & ((labels < 0) | (labels >= classes))]
     if not len(outside):
         return ""

@@ -35,16 +35,20 @@ class PackedMessage(NamedTuple):
 def packed_messages(
     messages: Sequence[Message], buffers: Buffers, *, receive: bool
 ) -> tuple[list[PackedMessage], list[tuple[list[Message], Tensor]]]:
-    """What to send or receive of a step's messages.
+    """The contiguous tensors that a step's messages are sent from or received into.
 
-    Adjacent rows are views of their buffer, and so is each part of a large message; small messages
-    of scattered rows are gathered, all of a kind at once. Both ends know all sizes and divide alike.
+    A message of adjacent rows is a view of its buffer. Of a message in several parts, large parts are
+    views too, and travel as a packed message each; small ones are copied end to end into one. Both ends
+    know all sizes, so both divide a message in the same way.
     The order is that of the messages, and of their parts: between two ranks NCCL pairs the first
-    send with the first receive, so what other peers send and how rows lie must not change it.
+    send with the first receive, so neither other peers' messages nor the places of rows may change it.
+
+    Args:
+        receive: whether the messages are received; small parts then get room to arrive in.
 
     Returns:
-        the packed messages, and of those received what `put_rows` is to put in its place once it has
-        arrived: messages of scattered rows, with their rows end to end.
+        the packed messages, and what `put_rows` must put in its place after they have arrived: the
+        received messages with small parts, one kind of messages at a time, with all their rows.
     """
     packed: list[PackedMessage | Message] = []
     scattered = dict[int, list[int]]()  # places in `packed` of what is gathered, by kind

@@ -72,7 +72,10 @@ class DoubleRing(Schedule):
         return DeclaredLimits(max(1, self.node_rings.fold), rails, 2.0 + waiting)
 
     def _inside(self, kind: int, rank: int | None) -> Hops:
-        """Hops round the rings of nodes; gradients follow one hop behind and close the ring."""
+        """Hops round the rings of nodes; gradients follow one hop behind and close the ring.
+
+        Arrays have the axes [ring, node, place on the ring, round j, hop d of the round].
+        """
         m, u = self.node_size, self.ranks // self.node_size
         cycle = self.node_rings.array
         ring = np.arange(len(cycle))[:, None, None, None, None]

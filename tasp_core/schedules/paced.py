@@ -46,16 +46,26 @@ class ArcSteps(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def arc_steps(m: int, u: int, shares: int, twins: int, nic: int, link: int) -> ArcSteps | None:
-    """Fill steps up to the quotas `nic` and `link`.
+    """The steps of all arcs, filled one after the other up to the quotas.
 
-    Returns None where more than MOST_STEPS steps are needed, or where no step can be filled.
+    All ranks do the same, so lists hold the step of each arc of one rank, by node distance j.
+
+    Args:
+        m, u: ranks per node, nodes.
+        shares, twins: shares per rank, and how many of them are duplicated chunks.
+        nic, link: the quotas: shares per step that a rank sends over its NIC, and to each node peer.
+
+    Returns:
+        None where more than MOST_STEPS steps are needed, or where nothing can be sent in a step.
     """
     lists: list[list[list[int]]] = [[[] for _ in range(u)] for _ in range(3)]
     rail, broadcast, duplicate = lists
     loads: list[tuple[int, int]] = []
     each = twins * (m - 1)
+    # arcs still to be given a step, over NICs and over links
     left = (u - 1) * (shares + each), (m > 1) * (shares + (u - 1) * (shares - twins))
     while max(left) > 0:
+        # what earlier steps have brought and may now be sent on: by rails, own shares, duplicates
         arrived = [shares, *(len(x) for x in rail[1:])]
         own, passed = len(broadcast[0]), [len(x) for x in duplicate]
         before, quota, t = left, [nic, link], len(loads)
@@ -63,6 +73,7 @@ def arc_steps(m: int, u: int, shares: int, twins: int, nic: int, link: int) -> A
         def take(
             done: list[int], ready: int, kind: int, quota: list[int] = quota, t: int = t
         ) -> None:
+            """Give step t to as many of the first `ready` arcs as are not `done` and fit the quota."""
             count = max(0, min(quota[kind], ready - len(done)))
             quota[kind] -= count
             done.extend([t] * count)

@@ -5,9 +5,9 @@
     tasp_paths  m rings over u nodes, (m-K_m-m)^u as published: each NIC carries one share per step
     tasp_rails  the same, but hops between nodes keep their rail (the local rank in the node)
 
-Besides its own KV, a rank holds the KV that it computes on and the KV that arrives: two KV, for any n.
-In the backward pass the gradient of a share follows one hop behind its KV. It returns to the owner over
-the arc that closes the ring.
+Besides its own KV, a rank holds the KV that it computes on and the KV that arrives. So its KV receive
+buffer has room for the KV of two ranks, whatever n is. In the backward pass the gradient of a share
+follows its KV one step later. The last hop of the ring brings it back to the owner.
 
 Source: Ring Attention (Liu et al. 2023); TASP (arXiv 2509.26541).
 """
@@ -41,6 +41,7 @@ class RingSchedule(Schedule):
     @property
     def limits(self) -> DeclaredLimits:
         node = self.rings.array // self.node_size
+        # the ranks that send to another node, once per ring on which they do
         crossing = self.rings.array[node != np.roll(node, -1, axis=1)]
         across = int(np.bincount(crossing).max()) if crossing.size else 0
         return DeclaredLimits(max(1, self.rings.fold), across, 2.0)
@@ -51,7 +52,13 @@ class RingSchedule(Schedule):
         return np.argsort(self.rings.array, axis=1)
 
     def _grid(self, kind: int, rank: int | None, distance: np.ndarray, delay: int) -> Hops:
-        """A share that is `distance` hops away from its owner moves on in step distance + delay."""
+        """Hops of all rings: a share `distance` hops from its owner moves on in step distance + delay.
+
+        Args:
+            kind: KV or DKV.
+            rank: only hops that this rank sends or receives; None: all.
+            distance: int64 array of the distances from which a share moves on.
+        """
         cycle, n = self.rings.array, self.ranks
         ring = np.arange(len(cycle))[:, None, None]
         if rank is None:

@@ -59,9 +59,14 @@ def arrivals(hops: Hops, kind: int, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) -> Routes:
-    """Routes from the kv and q hops and the offloaded pairs, whose steps are filled in here.
+    """All routes of a schedule, from its kv and q hops and its offloaded pairs.
+
+    An offloaded pair is computed in the step after its KV and its query have both arrived. The partial
+    output of a share's queries leaves in the step after the last of their pairs.
 
     Args:
+        moves: the kv and q hops.
+        pairs: their steps are filled in here.
         shape: (ranks, ranks, shares).
     """
     kv_step = arrivals(moves, KV, shape)
@@ -70,6 +75,7 @@ def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) ->
     q_step = arrivals(moves, Q, shape)
     kv_at, q_at = (pairs.rank, pairs.owner, pairs.share), (pairs.rank, pairs.q_owner, pairs.q_share)
     pairs = pairs._replace(step=np.maximum(kv_step[kv_at], q_step[q_at]) + 1)
+    # by (rank, owner, share): when partial outputs leave, and when KV has been computed on
     leaves, ready = np.zeros(shape, dtype=np.int64), kv_step + 1
     np.maximum.at(leaves, q_at, pairs.step + 1)
     np.maximum.at(ready, kv_at, pairs.step)

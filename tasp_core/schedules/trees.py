@@ -48,7 +48,8 @@ class _Routes(NamedTuple):
 
 
 def _routes(machine: Machine) -> _Routes:
-    n, names = machine.ranks, dict[str, int]()
+    """The resources of every route, numbered in the order in which routes name them."""
+    n, names = machine.ranks, dict[str, int]()  # names: number of each resource
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
     routes = [[names.setdefault(x, len(names)) for x in machine.resources(*pair)] for pair in pairs]
     used = np.full((n, n, max(map(len, routes), default=1)), len(names))
@@ -58,9 +59,15 @@ def _routes(machine: Machine) -> _Routes:
 
 
 def _grow(routes: _Routes, shares: int, floor: float) -> tuple[np.ndarray, float]:
-    """The rank that sends each rank each share, int64 [owner, share, rank], and the busiest load / GB/s.
+    """A spanning tree for every share of every owner, grown one arc at a time.
 
-    Routes slower than `floor` GB/s are taken only where there is no other.
+    Args:
+        shares: per rank.
+        floor: routes slower than so many GB/s are taken only where there is no other.
+
+    Returns:
+        parent, int64 [owner, share, rank]: who sends this rank the share, -1 at the owner; and the load of
+        the busiest resource, in shares / (GB/s).
     """
     n = len(routes.used)
     slow = routes.gbps[routes.used].min(axis=2) < floor
@@ -71,11 +78,13 @@ def _grow(routes: _Routes, shares: int, floor: float) -> tuple[np.ndarray, float
             depth = np.full(n, -1)
             depth[owner] = 0
             for _ in range(n - 1):
+                # of all arcs from ranks in the tree (rows) to others (columns), the one whose busiest
+                # resource would have the least load
                 rows, columns = np.flatnonzero(depth >= 0), np.flatnonzero(depth < 0)
                 used = routes.used[rows[:, None], columns]
                 busy = ((load[used] + 1) / routes.gbps[used]).max(axis=2)
                 busy *= 1 + 0.01 * depth[rows][:, None]  # of equally busy arcs, the shallowest
-                busy[slow[rows[:, None], columns]] *= 1e6
+                busy[slow[rows[:, None], columns]] *= 1e6  # last choice
                 a, b = np.unravel_index(busy.argmin(), busy.shape)
                 src, dst = rows[a], columns[b]
                 parent[owner, share, dst], depth[dst] = src, depth[src] + 1

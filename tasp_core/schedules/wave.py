@@ -157,7 +157,11 @@ class Wave(Schedule):
         return DeclaredLimits(self.parts + (u - 1) * int(kept), across, buffer)
 
     def _arcs(self, rank: int | None, backward: bool) -> Hops:
-        """Arcs of broadcasts, rails and duplicated chunks; backward: reversed, in the gradients' steps."""
+        """Arcs of broadcasts, rails and duplicated chunks; backward: reversed, in the gradients' steps.
+
+        Arrays have the axes [rank if all, node distance j, local distance d, block e, part i]; an arc moves
+        share (e, i) of the rank that is j nodes, and for duplicated chunks d local ranks, behind.
+        """
         m, u, n = self.node_size, self.num_nodes, self.ranks
         j = np.arange(u)[:, None, None, None]  # node distance
         d = np.arange(m)[:, None, None]  # local distance
@@ -177,7 +181,7 @@ class Wave(Schedule):
             for role in ("src",) if rank is None else ("src", "dst"):
                 at = np.arange(n)[:, None, None, None, None] if rank is None else np.array(rank)
                 node, local = at // m, at % m
-                if role == "dst":
+                if role == "dst":  # arcs that arrive at the rank begin so far before it
                     node, local = node - nodes, local - shift
                 src = (node % u) * m + local % m
                 dst = ((node + nodes) % u) * m + (local + shift) % m

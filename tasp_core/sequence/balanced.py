@@ -126,7 +126,7 @@ def _joined(rank: np.ndarray, pieces: np.ndarray, ranks: int) -> list[np.ndarray
 
 
 def _zigzag(sizes: np.ndarray, ranks: int, grid: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks r and 2P - 1 - r of 2P blocks of the row: ranks, columns (document, start, stop)."""
+    """Blocks r and 2P - 1 - r of 2P blocks of the sequence: ranks, columns (document, start, stop)."""
     borders = np.append(0, np.cumsum(sizes))
     share = np.diff(borders[-1] * np.arange(ranks + 1) // ranks)
     ends = np.cumsum(np.append(share // 2, (share - share // 2)[::-1]))[:-1]
@@ -217,9 +217,14 @@ class _Run:
             self._cut(self.items.shape[1] - 1, head(cuts[k]), cuts[k])
 
     def _take_spread(self) -> None:
-        """Every n-th of the cheapest items: fewer pieces, and cheap ones remain for other ranks."""
+        """Take items spread evenly over the cheapest: fewer pieces, and other ranks get cheap ones too.
+
+        Items are sorted by work per token; `sums` are running sums of their tokens and work.
+        """
+        # the most work to take: a little more than that of the cheapest tokens
         most = min(int(self._cheapest(np.array(self.want))) + self.slack, self.room)
-        mean = self.sums[1, 1:] // self.sums[0, 1:]  # work of a token of the first i
+        mean = self.sums[1, 1:] // self.sums[0, 1:]  # work per token of the first i items
+        # of the first `among` items, `want` tokens of mean work are within it; take each among/count-th
         among = int(np.searchsorted(mean * self.want, most, "right"))
         count = min(among, among * self.want // max(1, int(self.sums[0, among])))
         at = np.arange(count) * among // max(1, count)
@@ -237,7 +242,12 @@ class _Run:
         self._take(slice(i, int(end[i])))
 
     def _take_missing(self) -> None:
-        """The missing tokens off both ends of an item: the costly end if due, or if less moves."""
+        """Take the missing tokens from the two ends of one item.
+
+        Tried are the three cheapest items that are long enough, and those of documents of which this rank
+        has the tail; each with all tokens from its front, all from its end, or as many from its end as the
+        work that is due asks for. The best violates `room` and `due` least, then moves the fewest tokens.
+        """
         at = np.flatnonzero(self.items[TOKENS] >= self.want)
         if not at.size:  # none is long enough: the cheapest go whole
             self._take(slice(int(np.searchsorted(self.sums[0], self.want, "right")) - 1))
@@ -249,6 +259,7 @@ class _Run:
             more = self.due - self.work(doc, start, start + self.want)
             moves = -(-more // max(1, stop - start - self.want))  # tokens, from front to end
             for behind in (0, min(max(0, moves), self.want), self.want):
+                # take [start, y) and [x, stop), leave [y, x) open; cuts at multiples of grid
                 x = min(max((stop - behind + half) // grid * grid, start), stop) if behind else stop
                 y = min(max((start + self.want - stop + x + half) // grid * grid, start), x)
                 work = self.work(doc, start, y) + self.work(doc, x, stop)

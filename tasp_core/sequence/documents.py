@@ -1,6 +1,7 @@
 """Documents: a packed sequence, i.e. documents laid end to end without padding, and what its tokens see.
 
-A token attends to tokens of its own document only. Documents may be empty or one token long.
+A token attends to tokens of its own document only, unless the mask is a list of slices (`masked`).
+Documents may be empty or one token long.
 Everything else in the package asks this class where a document begins and which tokens a piece of
 the packed sequence shares with it. Which (query, key) pairs are visible is `docs.mask`, see masks.py.
 

@@ -1,4 +1,4 @@
-"""Layout: which tokens of the row each rank holds, and in which local order.
+"""Layout: which tokens of the packed sequence each rank holds, and in which local order.
 
 A rank holds segments (start, stop, stride) of global tokens, laid end to end; `blocks` are the
 local runs that are cut separately into shares, so that each share is a fair sample of the rank.
@@ -31,7 +31,12 @@ from .pieces import Pieces, ranges
 
 
 class Shard(NamedTuple):
-    """One rank's part: segments int64 [k, 3] of (start, stop, stride), and block borders."""
+    """What one rank holds.
+
+    Attributes:
+        segments: int64 [k, 3] of (start, stop, stride): global tokens, in local order.
+        blocks: int64 [blocks + 1], local tokens at which blocks begin and the last one ends.
+    """
 
     segments: np.ndarray
     blocks: np.ndarray
@@ -57,13 +62,13 @@ def _bounds(length: np.ndarray, start: np.ndarray, ranks: int, i: int | np.ndarr
 
 
 def _contiguous(docs: Documents, ranks: int, rank: int) -> Shard:
-    """equal runs in row order; cheapest to explain, uneven causal work"""
+    """equal runs in the order of the sequence; cheapest to explain, uneven causal work"""
     lo, hi = docs.total * rank // ranks, docs.total * (rank + 1) // ranks
     return Shard(np.array([[lo, hi, 1]]), np.array([0, hi - lo]))
 
 
 def _zigzag(docs: Documents, ranks: int, rank: int) -> Shard:
-    """block r and block 2P-1-r of 2P blocks of the row: equal causal work on one document"""
+    """block r and block 2P-1-r of 2P blocks of the packed sequence: equal causal work on one document"""
     bound = _bounds(np.array(docs.total), np.array(0), ranks, np.arange(2 * ranks + 1))
     at = np.array([rank, 2 * ranks - 1 - rank])
     sizes = bound[at + 1] - bound[at]
@@ -216,7 +221,7 @@ class Layout:
 
 
 def _build_shard(name: str, docs: Documents, ranks: int, rank: int) -> Shard:
-    # one rank holds the row in its own order, whatever the rule
+    # one rank holds the packed sequence in its own order, whatever the rule
     segments, blocks = LAYOUTS["contiguous" if ranks == 1 else name](docs, ranks, rank)
     segments = segments[segments[:, 0] < segments[:, 1]].astype(np.int64)
     if len(segments) > 1:

@@ -64,9 +64,10 @@ class Slice(NamedTuple):
 
 
 class Bands(NamedTuple):
-    """Visible parts of (query piece, key piece) pairs: a rectangle of both and a band of its diagonals.
+    """What query pieces see of key pieces (pieces.py): per entry a rectangle and a band of its diagonals.
 
-    Row a of the rectangle sees its columns a + low .. a + high; `q` and `k` index the pieces.
+    The rectangle is some rows of query piece `q` and some columns of key piece `k`. Row a of it sees its
+    columns a + low .. a + high. Int64 arrays of equal length.
     """
 
     q: np.ndarray
@@ -83,12 +84,17 @@ class Bands(NamedTuple):
 def edges(
     lead: np.ndarray, stride: np.ndarray, low: int | np.ndarray, high: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The band (low, high) of a rectangle from the diagonals key - query = low .. high of tokens.
+    """The band of a rectangle, in rows and columns, of the pairs with low <= key - query <= high in tokens.
 
     Args:
-        lead: tokens from the rectangle's first query to its first key.
+        lead: the rectangle's first key minus its first query, in tokens.
         stride: tokens from one row to the next, and from one column to the next.
+        low, high: in tokens.
+
+    Returns:
+        low and high of the band: row a sees columns a + low .. a + high.
     """
+    # row a and column b are lead + (b - a) stride tokens apart; low is rounded up, high down
     return -((lead - low) // stride), (high - lead) // stride
 
 
@@ -101,10 +107,11 @@ def band_area(
     [8]
     """
 
-    def triangle(n: np.ndarray) -> np.ndarray:
+    def triangle(n: np.ndarray) -> np.ndarray:  # 1 + 2 + .. + n
         return np.where(n > 0, n * (n + 1) // 2, 0)
 
     def upto(x: np.ndarray) -> np.ndarray:  # pairs with b - a <= x
+        # row a has a + x + 1 such columns, but those beyond the last column do not exist
         beyond = triangle(rows + x - columns) - triangle(x - columns)
         return triangle(rows + x) - triangle(x) - beyond
 
@@ -125,8 +132,8 @@ class Mask:
     """Slices of a mask, in the order of their queries, then keys; int64 arrays of equal length.
 
     Query i sees key j if one slice has q_start <= i < q_stop, k_start <= j < k_stop and
-    low <= j - i <= high. Diagonals are clipped to the rectangle, so masks written in other kinds
-    of the same meaning are equal.
+    low <= j - i <= high. Diagonals are clipped to the rectangle, so that a mask does not depend on
+    the kinds in which it was written.
 
     >>> mask = Mask.of([(0, 3, 0, 3, "causal"), (3, 5, 0, 4, "band", -1, 1)], total=5)
     >>> mask.num_pairs, mask.dense(np.arange(5), np.arange(5)).astype(int).tolist()[2:]
@@ -149,7 +156,8 @@ class Mask:
                 of a BAND. Slices without a visible pair are dropped.
 
         Raises:
-            PlanError: a slice that is none, one outside the sequence, or two that overlap: by name.
+            PlanError: names a value that is not a slice, a slice outside the sequence, or two slices
+                that overlap.
         """
         parsed = [_read(one, f"slice {i}", total) for i, one in enumerate(slices)]
         table = np.array([[*one[:4], *_diagonals(one)] for one in parsed], dtype=np.int64)
@@ -163,7 +171,7 @@ class Mask:
 
     @classmethod
     def of_documents(cls, cu_seqlens: np.ndarray, low: int, high: int) -> Mask:
-        """One slice per document: tokens see those of their document low .. high tokens after them."""
+        """One slice per document: a query sees the keys of its document with low <= key - query <= high."""
         filled = cu_seqlens[1:] > cu_seqlens[:-1]
         start, stop = cu_seqlens[:-1][filled], cu_seqlens[1:][filled]
         most = stop - start - 1
@@ -178,12 +186,12 @@ class Mask:
 
     @property
     def slices(self) -> list[Slice]:
-        """The slices, each in the first of KINDS that says it."""
+        """The slices, each with the first of KINDS that describes it."""
         full_low, full_high = self.k_start - self.q_stop + 1, self.k_stop - 1 - self.q_start
         upper, lower = self.high == full_high, self.low == full_low
         causal = lower & (self.high == self.k_stop - self.q_stop)
         inverse = upper & (self.low == self.k_start - self.q_start)
-        kind = np.select([upper & lower, causal, inverse], [0, 1, 2], 3)
+        kind = np.select([upper & lower, causal, inverse], [0, 1, 2], 3)  # indices of KINDS
         lead = self.k_start - self.q_start
         columns = (*self._columns[:4], kind, self.low - lead, self.high - lead)
         return [
@@ -207,13 +215,14 @@ class Mask:
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a key behind it."""
+        """Whether no query sees a later key."""
         return bool((self.high <= 0).all())
 
     def runs(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The runs of keys that queries see: (index into `queries`, first key, the one after the last)."""
         order = np.argsort(queries, kind="stable")
         ordered = queries[order]
+        # for each slice s: the places in `ordered` of the queries that it contains
         at, s = ranges(*(np.searchsorted(ordered, end) for end in (self.q_start, self.q_stop)))
         index, token = order[at], ordered[at]
         first = np.maximum(self.k_start[s], token + self.low[s])
@@ -226,6 +235,7 @@ class Mask:
         index, first, stop = self.runs(queries)
         order = np.argsort(keys, kind="stable")
         ordered = keys[order]
+        # +1 where a run begins, -1 after its end: the running sum is the number of runs over a key
         change = np.zeros((len(queries), len(keys) + 1), dtype=np.int32)
         np.add.at(change, (index, np.searchsorted(ordered, first)), 1)
         np.add.at(change, (index, np.searchsorted(ordered, stop)), -1)
@@ -234,7 +244,7 @@ class Mask:
         return seen
 
     def spans(self, queries: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(piece, first key, the one after the last) that each query piece sees of each slice it meets."""
+        """What query pieces see of each slice they cross: (piece, first key, the one after the last)."""
         s, piece, first, stop = _inside(queries, self.q_start, self.q_stop)
         start, stride = queries.start[piece], queries.stride[piece]
         low = np.maximum(self.k_start[s], start + first * stride + self.low[s])
@@ -246,17 +256,19 @@ class Mask:
         """What query pieces see of key pieces, sorted by query piece, then key piece; none is empty."""
         q_slice, q, q_first, q_stop = _inside(queries, self.q_start, self.q_stop)
         k_slice, k, k_first, k_stop = _inside(keys, self.k_start, self.k_stop)
-        at, of = ranges(*(np.searchsorted(k_slice, q_slice, side=s) for s in ("left", "right")))
-        s, q, q_first, q_stop = (column[of] for column in (q_slice, q, q_first, q_stop))
-        k, k_first, k_stop = (column[at] for column in (k, k_first, k_stop))
+        # every part of a query piece with every part of a key piece in the same slice s
+        k_part, q_part = ranges(
+            *(np.searchsorted(k_slice, q_slice, side=side) for side in ("left", "right"))
+        )
+        s, q, q_first, q_stop = (column[q_part] for column in (q_slice, q, q_first, q_stop))
+        k, k_first, k_stop = (column[k_part] for column in (k, k_first, k_stop))
         stride = queries.stride[q]
         lead = keys.start[k] + k_first * stride - queries.start[q] - q_first * stride
         low, high = edges(lead, stride, self.low[s], self.high[s])
         rows, columns = q_stop - q_first, k_stop - k_first
         area = np.where(low <= high, band_area(rows, columns, low, high), 0)
-        high = np.where(
-            high == columns - 1, columns, high
-        )  # no edge: the first row sees all columns
+        # where the first row sees all columns there is no upper edge for tiles.py to cut along
+        high = np.where(high == columns - 1, columns, high)
         order = np.lexsort((k, q))
         order = order[area[order] > 0]
         result = (q, k, q_first, rows, k_first, columns, low, high, area)
@@ -264,7 +276,7 @@ class Mask:
 
     def _refuse_overlap(self, named: list[tuple[int, Slice]]) -> None:
         """Raise for the first two slices that have a pair in common."""
-        # slices are sorted by their first query: those that meet one's queries follow it
+        # slices are sorted by their first query: those that share queries with one follow it
         count = np.searchsorted(self.q_start, self.q_stop) - np.arange(len(self)) - 1
         ends = np.cumsum(count)
         low = 0
@@ -338,7 +350,7 @@ def _read(written: Any, name: str, total: int) -> Slice:
 
 
 def _diagonals(one: Slice) -> tuple[int, int]:
-    """The lowest and the highest key - query of a slice's visible pairs; the lowest above it: none."""
+    """Lowest and highest key - query of a slice's visible pairs; lowest > highest: none is visible."""
     least, most = one.k_start - one.q_stop + 1, one.k_stop - 1 - one.q_start
     lead = one.k_start - one.q_start
     if one.kind == CAUSAL:
@@ -355,7 +367,8 @@ def _inside(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(range, piece, first, stop), sorted by range: rows [first, stop) of the piece lie in the range."""
     order = np.argsort(pieces.start, kind="stable")
-    reach = np.maximum.accumulate(pieces.last[order])  # stripes interleave
+    # stripes interleave, so a later start may have an earlier end: take the last end so far
+    reach = np.maximum.accumulate(pieces.last[order])
     low, high = np.searchsorted(reach, start), np.searchsorted(pieces.start[order], stop)
     at, which = ranges(low, high)
     piece = order[at]

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Pieces(NamedTuple):
-    """Local runs of one rank, each inside one segment and one document; int64 arrays of equal length."""
+    """Pieces of one rank, each inside one segment (layouts.py) and one document; int64 arrays."""
 
     offset: np.ndarray  # first local index
     count: np.ndarray  # type: ignore[assignment]  # hides tuple.count

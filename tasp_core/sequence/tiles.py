@@ -1,6 +1,6 @@
 """Tiles: which (query piece, key piece) pairs attend to each other, and how.
 
-Inside one document, with pieces that are runs or stripes of the row, a pair of pieces is
+Inside one document, with pieces that are runs or stripes of the packed sequence, a pair of pieces is
 
     nothing     every query comes before every key
     FULL        every query sees every key

@@ -1,4 +1,7 @@
-"""`bench overhead`: CPU time of attention on several ranks over that of a plain kernel in one process."""
+"""`bench overhead`: CPU time of attention on several ranks over that of the plain kernel.
+
+The plain kernel is the same attention of the packed sequence in one process, without a plan.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,9 @@ def overhead(
     Causal, float32, one thread per process; nothing is timed if an error is above its limit.
 
     Returns:
-        "ratio" is the ratio of medians (of each rank, added up); "least_ratio" that of the least samples,
-        which other work on the machine has disturbed least. "rank_cpu_s" and "plain_cpu_s" are the samples.
+        "ratio": the median of each rank, added up, over the median of the plain kernel. "least_ratio": the
+        same of the least samples, which other work on the machine has disturbed least. "rank_cpu_s" and
+        "plain_cpu_s": the samples, in seconds.
     """
     docs = Documents.of([tokens])
     p = plan(docs, ranks, schedule=schedule, layout=layout)
@@ -81,7 +85,7 @@ def overhead(
 def _forward_cpu_s(
     rank: int, group: Any, p: Plan, inputs: Inputs, repeats: int
 ) -> list[tuple[float, float]]:
-    """CPU seconds of all threads: this rank's forward pass and, on rank 0, the plain kernel's, in turn."""
+    """Per repeat the CPU seconds of this process: its forward pass, and on rank 0 the plain kernel."""
     q, k, v = (shard(x, p, rank) for x in inputs.tensors()[:3])
     kernel = resolve("auto", inputs.q.device.type, inputs.q.dtype)
     samples = []

@@ -50,15 +50,36 @@ SPLIT = 8  # no share is larger than this part of a step's buffer
 def fill_steps(
     receiver: np.ndarray, order: np.ndarray, size: np.ndarray, budget: int
 ) -> np.ndarray:
-    """A step for each arrival: by receiver, in `order`, about `budget` tokens per step (one share more)."""
+    """The step of each arrival: every receiver's arrivals fill its steps one after the other, in `order`.
+
+    Args:
+        receiver, order, size: of each arrival: who receives it, its rank among those of the receiver, and
+            its tokens.
+        budget: tokens per step and receiver; the last share of a step may exceed it.
+
+    Returns:
+        int64 [arrivals], from 0 for every receiver.
+    """
     index = np.lexsort((order, receiver))
-    r, n = receiver[index], size[index]
-    before = np.cumsum(n) - n
-    new = np.concatenate([[True], r[1:] != r[:-1]])[: len(r)]
-    start = np.maximum.accumulate(np.where(new, np.arange(len(r)), 0))
+    receivers, sizes = receiver[index], size[index]
+    before = (
+        np.cumsum(sizes) - sizes
+    )  # tokens of all arrivals before this one, then of its receiver's
+    first = _first_of_run(receivers)
     steps = np.empty_like(size)
-    steps[index] = (before - before[start]) // budget
+    steps[index] = (before - before[first]) // budget
     return steps
+
+
+def _first_of_run(*columns: np.ndarray) -> np.ndarray:
+    """For each row the index of the first row of its run of equal rows.
+
+    >>> _first_of_run(np.array([4, 4, 2, 2, 4])).tolist()
+    [0, 0, 2, 2, 4]
+    """
+    new = np.ones(len(columns[0]), dtype=bool)
+    new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
 
 
 @dataclass(frozen=True)
@@ -160,34 +181,37 @@ class Sap(Routed):
         return complete(Hops.concat([kv, remote_queries]), pairs, shape)
 
     def _kv_hops(self) -> Hops:
+        """One kv hop for each (share, rank that needs it and does not own it).
+
+        Such a hop is one of three: `near`, from the owner inside its node; `far`, from the owner to the
+        ingress rank of another node; `relayed`, from that ingress rank to a node peer, one step later.
+        """
         shares, m = self._requirements.shares, self.node_size
         dst, share = self._requirements.required()
         if self.relay:
             return self._relayed(dst, share)
         owner, size = shares.owner[share], shares.size[share]
-        # the ingress rank of a node: of those that need the share, the next from the owner's rail on
-        across = dst // m != owner // m
-        rail = (dst - owner) % m  # from the owner's rail on
-        order = np.lexsort((rail, dst // m, share))
-        s, node = share[order], (dst // m)[order]
-        new = np.concatenate([[True], (s[1:] != s[:-1]) | (node[1:] != node[:-1])])[: len(s)]
+        # the ingress rank of a node for a share: of its ranks that need it, the first from the owner's
+        # rail on, in cyclic order
+        dst_node = dst // m
+        by_rail = np.lexsort(((dst - owner) % m, dst_node, share))
         ingress = np.empty_like(dst)
-        ingress[order] = dst[order][np.maximum.accumulate(np.where(new, np.arange(len(s)), 0))]
-        src = np.where(across & (ingress != dst), ingress, owner)
-        turn = ((owner - dst - 1) % self.ranks) * self.num_shares + shares.number[share]
-        step = np.zeros(len(dst), dtype=np.int64)
+        ingress[by_rail] = dst[by_rail][_first_of_run(share[by_rail], dst_node[by_rail])]
+        across = dst_node != owner // m
         relayed = across & (ingress != dst)
-        budget = self._budget - self._budget // SPLIT
-        if (
-            relayed.any()
-        ):  # arrivals from the node, from other nodes and from ingress ranks share it
-            budget = self._budget // 3 - self._budget // SPLIT
-        near, far = ~across, across & ~relayed
-        for these, into in ((near, dst), (far, dst // m if relayed.any() else dst)):
+        near, far, relays = ~across, across & ~relayed, bool(relayed.any())
+        src = np.where(relayed, ingress, owner)
+        # a receiver takes shares of the rank after it first, then of the next one, ...
+        turn = ((owner - dst - 1) % self.ranks) * self.num_shares + shares.number[share]
+        # with relays, arrivals from the node, from other nodes and from ingress ranks share the buffer
+        budget = self._budget // (3 if relays else 1) - self._budget // SPLIT
+        step = np.zeros(len(dst), dtype=np.int64)
+        # what its ingress ranks receive reaches all ranks of a node, so one budget is the whole node's
+        for these, into in ((near, dst), (far, dst_node if relays else dst)):
             step[these] = fill_steps(into[these], turn[these], size[these], max(1, budget))
-        if (
-            relayed.any()
-        ):  # an ingress rank sends on in the next step, so a node's arrivals are bounded
+        if relays:
+            # one step after the hop that brings the share to the ingress rank, which is found by
+            # (share, receiver)
             far_key = share[far] * self.ranks + dst[far]
             order = np.argsort(far_key)
             at = np.searchsorted(far_key[order], share[relayed] * self.ranks + src[relayed])
@@ -197,6 +221,7 @@ class Sap(Routed):
         return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
 
     def _relayed(self, dst: np.ndarray, share: np.ndarray) -> Hops:
+        """kv hops that bring each share to its `dst` over `relay` steps, directly or by a third rank."""
         shares = self._requirements.shares
         order = np.lexsort((dst, share))
         # a gradient stays on a third rank for four steps, KV for two
@@ -214,6 +239,10 @@ class Sap(Routed):
 
     @cached_property
     def _fill(self) -> list[np.ndarray]:
+        """By rank: the compute step of each of its own shares' queries with own KV, int64 [num_shares].
+
+        The share with the most work comes first, into the step that has least to compute by then.
+        """
         layout, shares, hops = self._layout, self._requirements.shares, self._routes.forward
         index = np.searchsorted(shares.owner, hops.owner) + hops.share
         result = []
