@@ -215,7 +215,7 @@ def gathering(*changes, library="all_gather"):
         (gathering(("t0 0>1 kv0.0", "t1 0>1 kv0.0")), "at step 0, from its owner at t1 0>1 kv0.0"),
         (gathering(("t0 0>1 kv0.0", "t1 2>1 kv0.0")), "at step 0, from its owner at t1 2>1 kv0.0"),
         (gathering(("t0 3>0 kv3.0", None)), "rank 0 is not to receive kv3.0"),
-        (gathering(("", "t0 0>1 q0.0")), "moves keys and values only at t0 0>1 q0.0"),
+        (gathering(("", "t0 0>1 q0.0")), "moves KV only at t0 0>1 q0.0"),
         (gathering(library="broadcast"), "knows no collective 'broadcast'"),
         (gathering(library="all_to_all"), "knows no collective 'all_to_all'"),
     ],

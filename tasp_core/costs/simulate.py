@@ -150,7 +150,7 @@ def simulate(
     work = work_of(plan, hops, range(1 if only_first else plan.context_plan.ranks), steps)
     if work.missing:
         raise PlanError(
-            f"rank {work.missing.rank} never receives keys it needs: check(plan) says which"
+            f"rank {work.missing.rank} never receives KV that it needs: check(plan) says which"
         )
     busy = np.repeat(_seconds(machine, sizes, work, backward), plan.intra, axis=0)
     posted = _by_end(traffic, traffic.messages, plan.ranks, steps)

@@ -43,7 +43,7 @@ class Report:
         peak_shards: most received KV that a rank holds, in multiples of one rank's KV.
         peak_remote_queries: most remote queries that a rank holds, in multiples of one rank's tokens.
         work: pairs computed, int64 [ranks, steps + 1].
-        tokens_sent: tokens whose keys or queries each rank sends, int64 [ranks].
+        tokens_sent: tokens whose KV or queries each rank sends, int64 [ranks].
         messages: hops with tokens in them, whole forward pass.
         limits: the loads and buffers that the plan was held to.
         links_proved: whether loads were held to it; a collective's are the library's own choice.
@@ -158,7 +158,7 @@ class _Checker:
             self.fail(f"the executor knows no collective {collective!r}, only 'all_gather'")
         other = np.flatnonzero((self.all.step == 0) & (self.all.kind != KV))
         if other.size:
-            self.fail("an all-gather moves keys and values only", self.all, other[0])
+            self.fail("an all-gather moves KV only", self.all, other[0])
         kv = self.hops
         odd = np.flatnonzero((kv.step != 0) | (kv.src != kv.owner))
         if odd.size:
