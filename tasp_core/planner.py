@@ -91,15 +91,15 @@ def supports(
     """Whether `plan(docs, ranks, **options)` and attention with these heads work, or the reason not.
 
     Args:
-        mask: a kind of mask; "causal" and "full" are known.
+        mask: a kind of mask; "causal" and "full" are known by name, others are slices of `docs`.
         heads, kv_heads: query heads and key/value heads (default: as many).
 
     >>> supports([8], 4, mask="prefix_lm").reason
-    "mask 'prefix_lm' is not supported; causal and full are, in a window too (Documents.of)"
+    "mask 'prefix_lm' has no name here; write it as slices: Documents.masked(lengths, slices)"
     """
     if mask not in (None, "causal", "full"):
         reason = (
-            f"mask {mask!r} is not supported; causal and full are, in a window too (Documents.of)"
+            f"mask {mask!r} has no name here; write it as slices: Documents.masked(lengths, slices)"
         )
         return Support(False, reason)
     shared = heads if kv_heads is None else kv_heads

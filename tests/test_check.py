@@ -294,3 +294,11 @@ def test_32_ranks(schedule):
     everything = 31 * made.docs.total * (2 if len(made.schedule.offloaded.step) else 1)
     assert moved < everything if made.schedule.variable_size else moved == everything
     assert report.balance < 1.06
+
+
+def test_a_gradient_does_not_arrive_before_the_receiver_has_computed_its_own_part():
+    """The receiver's rows would begin at zero afterwards: on ranks dk and dv were wrong."""
+    made = plan([48], 4, schedule="ring", layout="contiguous")
+    wide = DeclaredLimits(2, 2, 4.0)
+    wrong = changed(made, ("t2 1>2 dkv0.0", "t2 1>3 dkv0.0"), limits=wide)
+    refused(wrong, "arrives at a rank that has not computed its own part yet at t2 1>3", step=2)

@@ -175,6 +175,7 @@ def test_kinds_are_the_first_that_says_it():
         ([(0, 4, 0, 4, "band", 1)], "has low 1 and high None"),
         ([(0, 4, 0, 4, "full", 1, 2)], "the other kinds have neither"),
         ([(0, 4, 0, 4, "band", 0.5, 2)], "slice 0 of the mask: low must be a whole number"),
+        ([(0, 4, 0, 4, "band", 1 << 70, 1 << 71)], "low and high must be at most"),
     ],
 )
 def test_wrong_slices_are_refused_by_name(slices, reason):

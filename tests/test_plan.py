@@ -207,7 +207,7 @@ def test_json_of_plans_that_contradict_themselves(change):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": "prefix_lm"}, "mask 'prefix_lm' is not supported; causal and full are"),
+        ({"mask": "prefix_lm"}, "mask 'prefix_lm' has no name here; write it as slices"),
         (
             {"machine": "mesh3x2", "schedule": "tasp_paths", "ranks": 6},
             "even number of ranks per node, got 3",

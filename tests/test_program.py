@@ -396,3 +396,9 @@ def test_insert_frees_frees_every_received_row_once():
             assert all((rows == 0).all() for rows in filled.values())
     kept = lower(plan(DOCS, 4), 1, keep_kv=True)
     assert not any(isinstance(i, Free) and i.buffer == "kv" for i in kept.instructions)
+
+
+@pytest.mark.parametrize("line", ["", "WAIT extra", "FREE kv 5..2", "SEND", "FREE kv -1..2"])
+def test_a_line_that_is_no_instruction_is_refused(line):
+    with pytest.raises(PlanError, match=r"cannot read|instructions are"):
+        parse_instruction(line)

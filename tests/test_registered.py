@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -313,3 +314,65 @@ def test_options_that_a_schedule_has_not_are_refused_with_those_that_it_has():
 
 def test_what_a_newcomer_has_to_write():
     assert Schedule.__abstractmethods__ == {"num_shares", "limits", "forward", "gradients"}
+
+
+@pytest.fixture
+def registry():
+    """What a test registers is gone after it."""
+    before = dict(SCHEDULES)
+    yield SCHEDULES
+    SCHEDULES.clear()
+    SCHEDULES.update(before)
+
+
+def redefined(**members):
+    """A class as a notebook's cell defines it, each time it runs."""
+    ring = SCHEDULES["ring"]
+    return type("Mine", (ring,), {"name": "mine", "__module__": "__main__", **members})
+
+
+def test_a_class_that_is_defined_again_takes_its_place_in_plans_too(registry):
+    first = redefined()
+    before = tasp.plan([40], 4, schedule="mine")
+    again = redefined(order=7)
+    after = tasp.plan([40], 4, schedule="mine")
+    assert type(before.schedule) is first
+    assert type(after.schedule) is registry["mine"] is again
+    assert (
+        before != after
+    )  # what is remembered of one, programs for instance, is not used for the other
+    assert before.fingerprint() == after.fingerprint()
+
+
+def test_select_proposes_no_class_of_a_user(registry):
+    machine = tasp.machine("mesh4")
+    asked = dict(heads=4, head_dim=32)
+    redefined(gradients=lambda self, rank: self.forward(rank).where(np.zeros(0, dtype=int)))
+    names = {row.schedule for row in tasp.select(tasp.Documents.of([512]), machine, **asked).table}
+    assert "mine" not in names
+    assert names <= set(NAMES)
+    named = tasp.select(tasp.Documents.of([512]), machine, **asked, schedule="mine")
+    assert named.plan.schedule.name == "mine"
+
+
+@pytest.mark.parametrize("name", ["auto", "table"])
+def test_reserved_names(name):
+    with pytest.raises(tasp.PlanError, match=f"schedule name '{name}' is reserved"):
+        type("Mine", (SCHEDULES["ring"],), {"name": name})
+    assert name not in SCHEDULES
+
+
+def test_a_class_of_the_same_name_elsewhere_does_not_take_a_place(registry):
+    ring = SCHEDULES["ring"]
+    with pytest.raises(
+        tasp.PlanError, match=r"'ring' is taken by tasp_core\.schedules\.ring\.Ring"
+    ):
+        type("Ring", (ring,), {"name": "ring", "__module__": "__main__"})
+    assert SCHEDULES["ring"] is ring
+
+
+def test_a_class_without_its_methods_says_which(registry):
+    type("Half", (Schedule,), {"name": "half", "__module__": "__main__"})
+    with pytest.raises(tasp.PlanError, match="Half does not define forward, gradients"):
+        tasp.plan([8], 2, schedule="half")
+    assert tasp.select([512], "mesh4", heads=4, head_dim=32, layout="zigzag").plan

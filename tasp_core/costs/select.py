@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from ..machines.machine import Machine
 from ..machines.presets import as_machine
 from ..planning.plan import Plan, between_groups, make_plan
 from ..schedules import SCHEDULES
+from ..schedules.schedule import cached_by_name
 from ..sequence.documents import Documents
 from .simulate import simulate
 from .traffic import Sizes
@@ -98,7 +98,7 @@ class Choice:
 
 
 def select(
-    docs: Documents,
+    docs: Documents | Iterable[int],
     machine: Machine | str | Path,
     *,
     heads: int,
@@ -130,6 +130,8 @@ def select(
     >>> chosen.plan.schedule.name, chosen.plan.ranks
     ('wave', 8)
     """
+    if not isinstance(docs, Documents):
+        docs = Documents.of(docs)
     machine = as_machine(machine)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
@@ -168,7 +170,7 @@ def _behind(candidates: list[tuple[Row, Any]]) -> dict[str, float]:
     return {row.name: row.total_s / good[0].total_s - 1 for row in good}
 
 
-@lru_cache(maxsize=128)  # a sequence, and it at half, double and four times its length
+@cached_by_name(maxsize=128)  # a sequence, and it at half, double and four times its length
 def _compared(
     docs: Documents,
     machine: Machine,
@@ -208,7 +210,8 @@ def _candidates(
     """Candidates, without their figures."""
     m, n = machine.node_size, machine.ranks
     degrees = [intra] if intra else [a for a in range(1, m + 1) if m % a == 0]
-    names = list(SCHEDULES) if schedule == AUTO else [schedule]
+    built_in = [name for name, cls in SCHEDULES.items() if cls.is_built_in()]
+    names = built_in if schedule == AUTO else [schedule]
     packed = int((docs.lengths > 0).sum() > 1)
     spread = ["contiguous"] * (packed or not docs.causal) + ["zigzag"] * docs.causal
     layouts = (

@@ -45,6 +45,9 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor]:
         """out [rows, H, E] and lse [rows, H] of the call's query rows, sequence after sequence.
 
+        The two tensors are given away: the caller may go on with them as its own, so a kernel must not
+        write to them again, nor return views of its inputs.
+
         Args:
             q, k, v: whole buffers; the call's sequences name the rows to read.
             scale: factor on the scores.

@@ -613,18 +613,23 @@ def parse_instruction(line: str, step: int = 0) -> Instruction:
     >>> print(parse_instruction("RECV kv2.1 <-2 #0 @kv 512..640"))
     RECV kv2.1 <-2 #0 @kv 512..640
     """
-    op, *items = line.split()
+    op, *items = line.split() or [""]
     if op not in _PARSERS:
         raise PlanError(f"{line!r:.100}: instructions are {', '.join(_PARSERS)}, got {op!r:.40}")
     try:
-        return _PARSERS[op](step, items)
+        instruction = _PARSERS[op](step, items)
     except (ValueError, IndexError) as error:
         raise PlanError(f"cannot read {line!r:.200}") from error
+    if str(instruction).split() != [op, *items]:  # more than it takes, or rows that cannot be
+        raise PlanError(f"cannot read {line!r:.200}; it would be {str(instruction)!r:.200}")
+    return instruction
 
 
 def _range(text: str) -> tuple[int, int]:
     """low and count of "low..high"."""
     low, high = map(int, text.split(".."))
+    if not 0 <= low <= high:
+        raise ValueError(text)
     return low, high - low
 
 

@@ -402,6 +402,13 @@ class _Checker:
         early = np.flatnonzero(computed[hops.src, hops.owner, hops.share] >= hops.step)
         if early.size:
             self.fail("a gradient leaves before it is computed", hops, early[0], True)
+        # a receiver's own part is what its sum begins with: what arrives before that would be lost
+        before = np.flatnonzero(
+            (hops.dst != hops.owner) & (self.arrival[hops.dst, hops.owner, hops.share] >= hops.step)
+        )
+        if before.size:
+            what = f"a gradient arrives at a {self.who} that has not computed its own part yet"
+            self.fail(what, hops, before[0], True)
         # every receiver is the owner or passes it on later: steps increase, so all paths end at home
         stuck = np.flatnonzero(
             (hops.dst != hops.owner) & (leaves[hops.dst, hops.owner, hops.share] <= hops.step)

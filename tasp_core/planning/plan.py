@@ -35,6 +35,7 @@ from ..machines.presets import MESH
 from ..machines.presets import machine as find_machine
 from ..schedules import KINDS, DeclaredLimits, Hops, Schedule, Table, build
 from ..schedules.routed import busiest
+from ..schedules.schedule import cached_by_name
 from ..sequence.documents import Documents
 from ..sequence.layouts import Layout, Pieces
 from .plan_file import (
@@ -281,7 +282,12 @@ class Plan:
         return Plan, (self.docs, self.layout, self.schedule, self.machine, self.intra)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._digest == other._digest
+        # a schedule's class may be defined again, in a notebook: its name is the same, its hops are not
+        return (
+            isinstance(other, Plan)
+            and self._digest == other._digest
+            and type(self.schedule) is type(other.schedule)
+        )
 
     def __hash__(self) -> int:
         return hash(self._digest)
@@ -377,7 +383,7 @@ def make_plan(
         return Plan(docs, placed, build(schedule, groups, schedule_options, placed), groups, intra)
 
 
-@lru_cache(maxsize=32)
+@cached_by_name(maxsize=32)
 def _planned(
     docs: Documents,
     schedule: str,

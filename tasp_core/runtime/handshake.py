@@ -31,7 +31,7 @@ class Handshake:
 
     Attributes:
         tag_prefix: 15 bits, for the tags of this pass's messages; it is taken from the signature's digest.
-        known: whether the group has agreed on this signature before.
+        known: whether the group has agreed on this signature before, and no other pass can be meant.
         is_open: whether a handshake has begun and not finished.
     """
 
@@ -63,6 +63,9 @@ class Handshake:
         lasting = own if begins else {k: v for k, v in own.items() if k != "pass"}
         known_as = hashlib.sha256(json.dumps([begins, lasting]).encode()).digest()
         self.known = known_as in state.agreed
+        # ranks may run the backward passes of their calls in different orders: messages of a known pass
+        # would meet those of another one, unless all passes so far were of the same signature
+        self.known = self.known and (begins or state.later_passes == {known_as})
         # what is compared: the number of the call too, so that ranks cannot be in different calls
         text = json.dumps(own | {"call": str(state.calls)} if begins else own).encode()
         self.me.doing = own.get("pass", "a forward pass")
@@ -91,6 +94,8 @@ class Handshake:
                 )
                 self._raise_difference(text, error)
             state.agreed[known_as] = None
+            if not begins and len(state.later_passes) < 2:
+                state.later_passes.add(known_as)
             if len(state.agreed) > REMEMBERED:
                 state.agreed.pop(next(iter(state.agreed)))
 

@@ -31,6 +31,7 @@ class GroupState:
         control: the gloo group that handshakes use, see `control_group`.
         calls: how many calls (attention, gather, roll, ...) have begun.
         agreed: digests of signatures on which all ranks have agreed, the oldest first.
+        later_passes: those of them that are of backward passes; two at most.
         failed_prefixes: tag prefixes of handshakes that failed.
         has_communicator: whether NCCL has made the group's communicator.
         refused_messages: handles and rows of messages that a refused call has posted.
@@ -41,6 +42,7 @@ class GroupState:
     control: Any = None
     calls: int = 0
     agreed: dict[bytes, None] = field(default_factory=dict)
+    later_passes: set[bytes] = field(default_factory=set)
     failed_prefixes: set[int] = field(default_factory=set)
     has_communicator: bool = False
     refused_messages: deque[Any] = field(default_factory=lambda: deque(maxlen=16))

@@ -64,4 +64,9 @@ def build(
     """
     if name not in SCHEDULES:
         raise PlanError(f"no schedule {name!r}; known are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name].on(machine, options, layout)
+    cls = SCHEDULES[name]
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise PlanError(
+            f"schedule {name!r}: class {cls.__qualname__} does not define {', '.join(missing)}"
+        )
+    return cls.on(machine, options, layout)

@@ -20,12 +20,12 @@ shortest file to start from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -117,6 +117,25 @@ class Example(NamedTuple):
 SCHEDULES: dict[str, type[Schedule]] = {}  # every registered schedule by name, in `order`
 
 
+Result = TypeVar("Result")
+_CACHES: list[Any] = []
+RESERVED = {
+    "auto": "it asks `select` for a schedule",
+    "table": "plan files call a schedule so that lists its hops",
+}
+
+
+def cached_by_name(maxsize: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """`lru_cache` for a function of schedules' names: it forgets all when a class is registered."""
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        cached = lru_cache(maxsize)(function)
+        _CACHES.append(cached)
+        return cached
+
+    return decorate
+
+
 @dataclass(frozen=True)
 class Schedule(ABC):
     """A communication schedule for `ranks` ranks: hops as a function of rank and direction."""
@@ -141,16 +160,19 @@ class Schedule(ABC):
     buffer_slack: ClassVar[float] = 1.0
 
     def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
-        """Registers a class that has a `name` of its own.
+        """Registers a class that has a `name` of its own; the same class defined again takes its place.
 
         Raises:
-            PlanError: another class has that name.
+            PlanError: another class has that name, or it is reserved.
         """
         super().__init_subclass__(**kwargs)
         if not register or not cls.__dict__.get("name"):
             return
+        if cls.name in RESERVED:
+            raise PlanError(f"schedule name {cls.name!r} is reserved: {RESERVED[cls.name]}")
         taken = SCHEDULES.get(cls.name)
-        if taken is not None and taken.__qualname__ != cls.__qualname__:
+        here = (cls.__module__, cls.__qualname__)
+        if taken is not None and (taken.__module__, taken.__qualname__) != here:
             raise PlanError(
                 f"schedule name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
                 f"give {cls.__module__}.{cls.__qualname__} another name"
@@ -159,6 +181,13 @@ class Schedule(ABC):
         in_order = sorted(SCHEDULES.items(), key=lambda item: (item[1].order, item[0]))
         SCHEDULES.clear()
         SCHEDULES.update(in_order)
+        for cached in _CACHES:  # a notebook's cell that defines the class may run again, changed
+            cached.cache_clear()
+
+    @classmethod
+    def is_built_in(cls) -> bool:
+        """Whether the class is one of this package's; `select` proposes no other by itself."""
+        return cls.__module__.startswith(__name__.rpartition(".")[0] + ".")
 
     @classmethod
     def options_taken(cls) -> tuple[Option, ...]:

@@ -333,6 +333,8 @@ def _read(written: Any, name: str, total: int) -> Slice:
         else check_int(x, f"{name} of the mask: {what}", -MOST_DIAGONAL, PlanError)
         for what, x in (("low", low), ("high", high))
     ]
+    if max(x or 0 for x in band) > MOST_DIAGONAL:
+        raise PlanError(f"{name} of the mask: low and high must be at most {MOST_DIAGONAL}")
     if (kind == BAND) != (None not in band) or (kind != BAND and band != [None, None]):
         raise PlanError(
             f"{name} of the mask has low {low!r:.80} and high {high!r:.80}: "
