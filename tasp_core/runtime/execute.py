@@ -237,17 +237,23 @@ class Executor:
     def free(self, _: Free) -> None:
         """Nothing to do: buffers are there for the whole pass, and rows are used again by others."""
 
+    def _unexpected(self, instruction: Instruction) -> PlanError:
+        """The error of a program with an instruction that this pass has none of."""
+        return PlanError(
+            f"{type(self).__name__} runs no {type(instruction).__name__}: {instruction}"
+        )
+
     def unpack(self, instruction: Unpack) -> None:
-        raise NotImplementedError
+        raise self._unexpected(instruction)
 
     def pack(self, instruction: Pack) -> None:
-        raise NotImplementedError
+        raise self._unexpected(instruction)
 
     def attend(self, instruction: Attend) -> None:
-        raise NotImplementedError
+        raise self._unexpected(instruction)
 
     def merge(self, instruction: Merge) -> None:
-        raise NotImplementedError
+        raise self._unexpected(instruction)
 
 
 METHODS: dict[type[Instruction], Callable[[Executor, Any], None]] = {
