@@ -34,9 +34,10 @@ def plan(
         schedule: a name of `schedules()`, or "auto": what `select` takes for the tensors of an 8 B model.
         layout: a name of `layouts()`, or "auto".
         machine: where it runs, a Machine or a name; default: one full mesh of `ranks` ranks.
-        intra: Ulysses degree. Groups of so many consecutive ranks of one node share their tokens
-            and divide the heads; `schedule` and `layout` work between the groups. Default 1: heads
-            are not divided. It must divide the query heads and the ranks of a node.
+        intra: Ulysses degree. Groups of so many consecutive ranks share their tokens and divide the
+            heads; `schedule` and `layout` work between the groups. Default 1: heads are not divided.
+            It must divide the query heads, and either the ranks of a node, or all ranks into groups
+            of whole nodes (all ranks: Ulysses alone).
         schedule_options: options of the schedule, e.g. {"blocks": 15, "twins": 14} for "wave",
             {"relay": 6} for "sap". What is left out comes from the machine. All but "all_gather"
             take {"exchange": "all_to_all"}, one collective per step (default "p2p": one message per

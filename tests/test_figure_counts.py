@@ -12,7 +12,8 @@ import pytest
 from test_figures import ROW, make, times
 from test_visualize import SVG, named, texts, tip
 
-from tasp_core import Documents, check, lower, machine, plan
+from tasp_core import Documents, Machine, check, lower, machine, plan
+from tasp_core.planning.work import own_steps
 from tasp_core.schedules import KV, Q
 from visualize import Figure, View, compare, hops, mask, results, timeline, topology
 from visualize.colours import SOFT, colour
@@ -81,12 +82,20 @@ def test_tiles_of_a_short_row_are_its_pairs(layout, schedule, window):
 
 
 def test_tiles_of_own_keys_that_fill_steps_are_those_of_the_check():
-    p = plan([40, 9, 30], 4, schedule="sap", layout="balanced", schedule_options={"relay": 3})
+    slow = Machine("slow links", 4, link_gbps=5.0, latency_s=1e-9, tflops=0.05)
+    p = plan(
+        [40, 9, 30],
+        4,
+        schedule="sap",
+        layout="balanced",
+        machine=slow,
+        schedule_options={"relay": 3},
+    )
     work, filled = check(p).work, 0
     for rank in range(4):
         by_step = tiles(mask(p, rank=rank), 600 / 79)
         del by_step["other ranks"]
-        own = p.schedule.own_steps(rank).any()
+        own = own_steps(p, backward=False)[rank].any()
         filled += own
         first = "" if own else " (own keys)"
         wanted = {f"step {t}" + first * (t == 0): w for t, w in enumerate(work[rank]) if w}
@@ -216,7 +225,7 @@ def test_results_keep_measured_modelled_and_quoted_apart(tmp_path):
 
 
 def test_results_say_what_is_wrong(tmp_path):
-    with pytest.raises(ValueError, match="of kind 'x'; known are demo, packed, overhead"):
+    with pytest.raises(ValueError, match="of kind 'x'; known are demo, packed, steps, overhead"):
         results(result(tmp_path))
     with pytest.raises(ValueError, match="there is no 'rows' of 'rows', only schema, kind"):
         results(result(tmp_path), [View("rows", (), "", "s", "measured", "t")])

@@ -18,7 +18,7 @@ from tasp_core import Plan, lower, plan
 from tasp_core.costs.bytes import RowBytes
 from tasp_core.costs.traffic import Sizes, traffic_of
 from tasp_core.lowering.program import AllGather, Attend, Program, Send
-from tasp_core.planning.work import work_of
+from tasp_core.planning.work import own_steps, work_of
 from tasp_core.schedules import DKV
 
 HEADS, KV_HEADS, DIM, ITEM = 4, 2, 8, 2
@@ -72,7 +72,7 @@ def differences(p: Plan, programs: list[Program], *, backward: bool) -> list[str
     """In what counts and programs differ."""
     wrong = [] if sent(programs) == predicted(p, backward=backward) else ["bytes or messages"]
     steps = p.schedule.num_steps(backward=backward) + 1
-    work = work_of(p, p.hops(backward=backward), range(p.ranks), steps)
+    work = work_of(p, p.hops(backward=backward), range(p.ranks), steps, backward=backward)
     pairs, calls = np.zeros((2, p.ranks, steps), dtype=np.int64)
     for program in programs:
         for i in program.instructions:
@@ -84,9 +84,7 @@ def differences(p: Plan, programs: list[Program], *, backward: bool) -> list[str
     # Programs need both for stripes, and a CAUSAL one for a square of one token: one call more or less.
     wrong += [] if abs(work.calls - calls).max(initial=0) <= 1 else ["calls"]
     wrong += [] if np.array_equal(work.calls > 0, calls > 0) else ["steps with calls"]
-    cut = len(p.schedule.offloaded.step) or any(
-        p.schedule.own_steps(r).any() for r in range(p.ranks)
-    )
+    cut = len(p.schedule.offloaded.step) or own_steps(p, backward=backward).any()
     dense = len(p.docs.lengths) == 1 and p.docs.window is None and p.layout.name != "striped"
     if dense and not cut and p.subchunks.count.min() > 1:
         wrong += [] if np.array_equal(work.calls, calls) else ["calls, exactly"]

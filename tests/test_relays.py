@@ -13,7 +13,7 @@ import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs, verify
 from tasp_core.lab.bench.document_lengths import row_lengths
 from tasp_core.lowering.lower import lower
-from tasp_core.planning.work import work_of
+from tasp_core.planning.work import own_steps, work_of
 from tasp_core.schedules import KV, DeclaredLimits
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
@@ -60,17 +60,14 @@ def test_proved_for_any_row(lengths, ranks, relay, layout, causal, window, buffe
         assert src == owner or came[src, owner, share] == t - 1
 
 
-def test_idle_links_carry_some_and_steps_are_even():
+def test_idle_links_carry_some_and_nobody_waits_long():
     straight, spread = (sap(ROW, 8, relay, buffer_tokens=4096) for relay in (0, 6))
     on = replace(tasp.machine("mesh8"), latency_s=0.0, message_s=0.0)
     for backward in (False, True):
         one, other = (tasp.simulate(p, on, backward=backward, **SIZES) for p in (straight, spread))
         assert len(other.link_bytes) > 1.5 * len(one.link_bytes)
         assert other.comm_s < 0.6 * one.comm_s
-    work = tasp.check(spread).work
-    assert work.max(axis=0).sum() < 1.35 * work.sum(axis=1).max()  # steps wait for little
-    first = tasp.check(straight).work
-    assert first.max(axis=0).sum() > 1.5 * first.sum(axis=1).max()
+        assert other.total_s < 1.35 * max(other.comm_s, other.compute_s)
 
 
 @pytest.mark.parametrize("buffer_tokens", [256, 2048])
@@ -125,7 +122,7 @@ def test_plans_travel_and_tables_keep_their_turns():
     with pytest.raises(tasp.PlanError):
         tasp.check(p.with_hops(p.hops(backward=True).lines(), num_shares=p.schedule.num_shares + 2))
     with pytest.raises(ValueError, match="read-only"):
-        p.schedule.own_steps(0)[:] = 0
+        own_steps(p, backward=False)[0] = 0
     kept = [w for w in p.hops(backward=True).lines() if not w.startswith("t1 ")]
     with pytest.raises(tasp.PlanError):
         tasp.check(p.with_hops(kept))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tasp_core as tasp
-from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
+from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank, verify
 from tasp_core.planning.heads import split_heads
 from tasp_core.runtime import ulysses
 from tasp_core.runtime.exchange import GlooExchange
@@ -123,12 +123,41 @@ def test_h2_heads_that_cannot_be_shared_are_refused_with_what_works():
     tasp.launch(attend, 2)
 
 
-def test_groups_must_fit_into_nodes():
-    with pytest.raises(
-        tasp.PlanError, match=r"intra=4 does not divide the 2 ranks .* use one of 1, 2"
-    ):
-        tasp.plan([64], 8, machine="mesh2x4", intra=4)
+def test_groups_lie_inside_nodes_or_are_whole_nodes():
+    for intra in (3, 6, 16):
+        with pytest.raises(
+            tasp.PlanError, match=rf"intra={intra} does not divide .* use one of 1, 2, 4, 8$"
+        ):
+            tasp.plan([64], 8, machine="mesh2x4", intra=intra)
     assert tasp.plan([64], 8, machine="mesh4x2", intra=4).machine.node_size == 1
+    over_nodes = tasp.plan([64], 8, machine="mesh2x4", intra=4)
+    assert (over_nodes.machine.ranks, over_nodes.machine.node_size) == (2, 1)
+    assert tasp.plan([64], 8, machine="mesh2x4", intra=8).machine.ranks == 1
+    uneven = tasp.Machine("uneven", 2, 3, link_gbps=60.0, nic_gbps=5.0, nodes=(2, 1))
+    with pytest.raises(tasp.PlanError, match=r"use one of 1, 2$"):
+        tasp.plan([64], 6, machine=uneven, intra=6)
+
+
+@pytest.mark.parametrize(("machine", "intra"), [("mesh2x2", 4), ("mesh1x4", 2)])
+def test_groups_over_nodes_are_exact(machine, intra):
+    docs = tasp.Documents.of([50, 3, 27])
+    p = tasp.plan(docs, 4, schedule="sap", layout="balanced", machine=machine, intra=intra)
+    tasp.check(p)
+    assert tasp.Plan.from_json(p.to_json()) == p
+    assert verify(p, Inputs.random(80, 8, 2, 16))[0].ok
+
+
+def test_time_over_nodes_needs_the_machine_itself():
+    sizes = {"heads": 8, "head_dim": 64}
+    p = tasp.plan([4096], 8, machine="mesh4x2", intra=8)
+    with pytest.raises(tasp.PlanError, match="give simulate the machine itself"):
+        tasp.simulate(p, **sizes)
+    across = tasp.simulate(p, "mesh4x2", **sizes)
+    inside = tasp.simulate(tasp.plan([4096], 8, intra=8), "mesh8", **sizes)
+    assert any(name.startswith("nic") for name in across.link_bytes)
+    assert across.comm_s > inside.comm_s
+    rows = tasp.select([4096], "mesh4x2", **sizes).table
+    assert any(row.intra == 8 and not row.excluded for row in rows)
 
 
 def test_batches_equal_rows_one_by_one():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Documents, Plan
+from tasp_core.planning.work import own_steps
 
 from .colours import PALE, SOFT, colour, ink, mix, ramp
 from .figure import Figure, few_enough
@@ -207,7 +208,7 @@ def _by_step(plan: Plan, grid: Grid, rank: int, step: int | None) -> View:
     tones = [ramp(0.25 + 0.75 * t / max(1, steps - 1)) for t in range(steps)]
     if step is not None:
         tones = [colour(rank) if t == step else mix(c, "#FFFFFF", 0.6) for t, c in enumerate(tones)]
-    first = "" if plan.schedule.own_steps(rank).any() else " (own keys)"
+    first = "" if own_steps(plan, backward=False)[rank].any() else " (own keys)"
     names = [f"step {t}" + first * (t == 0) for t in range(steps)]
     keys = [(c, f"{n}: {w:,} pairs") for c, n, w in zip(tones, names, done, strict=True)]
     keys += [(NEVER, f"never: {never:,} pairs")] if never else []

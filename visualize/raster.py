@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasp_core import Documents, Plan
-from tasp_core.planning.work import work_of
+from tasp_core.planning.work import own_steps, work_of
 from tasp_core.schedules import KV
 
 CELLS, SAMPLES = 100, 24
@@ -96,9 +96,7 @@ def arrival(plan: Plan, rank: int, tokens: np.ndarray) -> np.ndarray:
 def by_pairs(plan: Plan) -> bool:
     """Whether who computes a pair, or when, is not given by the key alone: queries or own work moves."""
     schedule = plan.schedule
-    return len(schedule.offloaded.rank) > 0 or any(
-        schedule.own_steps(r).any() for r in range(plan.layout.ranks)
-    )
+    return len(schedule.offloaded.rank) > 0 or bool(own_steps(plan, backward=False).any())
 
 
 def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -110,7 +108,7 @@ def moved(plan: Plan, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     where = np.repeat(np.arange(plan.layout.ranks), shares)[:, None] + np.zeros_like(when)
     for rank in range(plan.layout.ranks):
         mine = slice(rank * shares, (rank + 1) * shares)
-        when[mine, mine] = plan.schedule.own_steps(rank)[:, None]
+        when[mine, mine] = own_steps(plan, backward=False)[rank][:, None]
     at = (meets.q_owner * shares + meets.q_share, meets.owner * shares + meets.share)
     where[at], when[at] = meets.rank, meets.step
     seen = plan.docs.mask.dense(tokens.ravel(), tokens.ravel())

@@ -98,6 +98,24 @@ VIEWS: dict[str, tuple[View, ...]] = {
             "work of the busiest rank / mean, averaged over seeds",
         ),
     ),
+    "steps": (
+        View(
+            "tables.buffers, balanced",
+            ("distribution", "machine", "varied"),
+            "total_s",
+            "s",
+            "modelled",
+            "both passes of SAP, 256K tokens, by travelling KV in multiples of a rank's own",
+        ),
+        View(
+            "tables.steps",
+            ("distribution", "machine", "varied"),
+            "total_s",
+            "s",
+            "modelled",
+            "the same with 2 shards of travelling KV, by the number of communication steps",
+        ),
+    ),
     "overhead": (
         View(
             "plain_cpu_s",
@@ -261,9 +279,11 @@ def results(path: str | Path, views: Sequence[View] = ()) -> Figure:
         environment.get("cores", "?"),
     )
     title = f"{path.name}: results of kind {data['kind']}"
+    measured = any(view.how == "measured" for view in chosen)
+    note = f"Measured on {processor}, {cores} cores." if measured else "Nothing here was measured."
     return Figure(
         title,
-        (f"Measured on {processor}, {cores} cores.",),
+        (note,),
         f"{title}. {'. '.join(summary)}.",
         stack(parts, gap=14),
     )

@@ -102,6 +102,14 @@ def bench_packed(out: Out = None, json_: Json = False) -> None:
     _finish("packed", packed(_say(json_)), out, json_)
 
 
+@command(benches, "steps")
+def bench_steps(out: Out = None, json_: Json = False) -> None:
+    """What passes of SAP take by simulation, against their buffers and their number of steps."""
+    from ..lab.bench.steps import steps
+
+    _finish("steps", steps(_say(json_)), out, json_)
+
+
 @command(fabric, "up")
 def fabric_up(
     machine: MachineName = "mesh4", link_mbit: LinkMbit = 50.0, json_: Json = False

@@ -154,7 +154,8 @@ def select(
     ]
     cost = [(round(row.buffer_bytes), row.comm_s) for row, _ in steady]
     row, made = steady[cost.index(min(cost))] if steady else works[0]
-    return Choice(made, _reason(row, table, _alone(docs, machine, sizes, backward)), table)
+    reason = _reason(row, made, table, _alone(docs, machine, sizes, backward))
+    return Choice(made, reason, table)
 
 
 def _resized(docs: Documents, factor: float) -> Documents:
@@ -210,6 +211,8 @@ def _candidates(
     """Candidates, without their figures."""
     m, n = machine.node_size, machine.ranks
     degrees = [intra] if intra else [a for a in range(1, m + 1) if m % a == 0]
+    if not intra and machine.homogeneous:  # over several nodes, up to all ranks
+        degrees += [a for a in range(2 * m, n + 1, m) if n % a == 0]
     built_in = [name for name, cls in SCHEDULES.items() if cls.is_built_in()]
     names = built_in if schedule == AUTO else [schedule]
     packed = int((docs.lengths > 0).sum() > 1)
@@ -227,7 +230,7 @@ def _candidates(
             yield Row(name, place, a, {}, excluded=unsuited)
             continue
         options: Iterable[dict[str, Any]] = ({},)
-        if known and not alone and m % a == 0:
+        if known and not alone and (m % a == 0 or (a % m == 0 and n % a == 0)):
             options = known.candidates(between_groups(machine, a), kv_bytes)
         for tried in options:
             yield Row(name, place, a, tried, heads_alone=alone and a > 1)
@@ -282,6 +285,16 @@ def _alone(docs: Documents, machine: Machine, sizes: dict[str, Any], backward: b
     return sum(seconds) / max(1.0, machine.ranks_a_core)
 
 
+def _sent(made: Plan) -> str:
+    """Of a schedule that leaves out what nobody needs: how much it sends, against what a ring does."""
+    made = made.context_plan
+    visits = (made.ranks - 1) * made.docs.total
+    if not made.schedule.sends_only_what_is_needed or not visits:
+        return ""
+    sent = int(made.tokens_moved(made.hops()).sum()) / visits
+    return f"; it sends {sent:.1%} of the tokens that a ring does, as no others are needed"
+
+
 KERNEL = ("tflops", "backward_tflops", "kernel_s", "memory_gbps")
 
 
@@ -290,8 +303,8 @@ def _baseline() -> str:
     return next(iter(SCHEDULES))
 
 
-def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
-    """One line: what was taken, against what."""
+def _reason(row: Row, made: Plan, table: tuple[Row, ...], alone_s: float) -> str:
+    """One line: what was taken, against what, and what it saves."""
     others = [
         x for x in table if not x.excluded and (x.schedule, x.intra) != (row.schedule, row.intra)
     ]
@@ -305,6 +318,13 @@ def _reason(row: Row, table: tuple[Row, ...], alone_s: float) -> str:
     )
     if rival:
         text += f"; {rival.name} {rival.total_s * 1e3:.3f} ms"
+    text += _sent(made)
+    named = [
+        (cls.compared_as * (x.intra == 1), x) for x in others if (cls := SCHEDULES.get(x.schedule))
+    ]
+    named = [("Ulysses over all ranks", x) if x.heads_alone else (name, x) for name, x in named]
+    for name, x in {name: x for name, x in reversed(named) if name}.items():  # the best of each
+        text += f"; {name} {x.total_s * 1e3:.3f} ms"
     if alone_s and alone_s < row.total_s:
         text += (
             f"; plain attention on one rank would take {alone_s * 1e3:.3f} ms: "

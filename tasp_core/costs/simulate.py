@@ -31,7 +31,7 @@ from ..lowering.program import SMALL_BYTES
 from ..machines.bounds import cut_bound, needed_bound
 from ..machines.machine import Machine
 from ..machines.presets import as_machine
-from ..planning.plan import Plan
+from ..planning.plan import OVER_NODES, Plan
 from ..planning.work import Work, work_of
 from ..schedules import DKV
 from ..schedules.counts import load_rows, load_table
@@ -147,7 +147,9 @@ def simulate(
     single = packed | (traffic.nbytes <= traffic.messages * SMALL_BYTES)
     traffic = traffic._replace(messages=np.where(single, 1, traffic.messages))
     charged, together = charge(machine, traffic), charge(machine, collective)
-    work = work_of(plan, hops, range(1 if only_first else plan.context_plan.ranks), steps)
+    work = work_of(
+        plan, hops, range(1 if only_first else plan.context_plan.ranks), steps, backward=backward
+    )
     if work.missing:
         raise PlanError(
             f"rank {work.missing.rank} never receives KV that it needs: check(plan) says which"
@@ -200,7 +202,8 @@ def _machine(plan: Plan, named: Machine | str | Path | None) -> Machine:
         machine = as_machine(named)
     else:
         machine, degree = plan.machine, plan.intra
-        if degree > 1 and not machine.homogeneous:
+        spans_nodes = machine.name.endswith(OVER_NODES)
+        if degree > 1 and (not machine.homogeneous or spans_nodes):
             raise PlanError(
                 "the machine of this plan describes groups of ranks; give simulate the machine itself"
             )

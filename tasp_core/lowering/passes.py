@@ -25,7 +25,7 @@ import numpy as np
 from ..errors import PlanError
 from ..planning.messages import Moves, moves_of, starts
 from ..planning.plan import Plan
-from ..planning.work import group_by_keys, offloaded_subchunks
+from ..planning.work import group_by_keys, offloaded_subchunks, own_steps
 from ..schedules import DKV, DQ, KINDS, KV, OUT, Q
 from ..sequence.layouts import Pieces, ranges
 from ..sequence.tiles import take
@@ -172,7 +172,7 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
     arrives = moves.dst == rank
     kv_arrivals = moves.at(arrives & is_kv)
     q_arrivals = moves.at(arrives & (moves.kind == Q) & (moves.owner != rank))
-    pairings = tuple(_pairings(plan, rank, kv_arrivals))
+    pairings = tuple(_pairings(plan, rank, kv_arrivals, backward))
     return Draft(
         plan,
         rank,
@@ -187,14 +187,16 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
     )
 
 
-def _pairings(plan: Plan, rank: int, arrivals: Moves) -> Iterator[Pairing]:
+def _pairings(plan: Plan, rank: int, arrivals: Moves, backward: bool) -> Iterator[Pairing]:
     """Which queries attend to which KV on this rank.
 
     In this order: own queries with KV that arrives, own queries with own KV, remote queries.
     """
     remote, offloaded = offloaded_subchunks(plan, rank)
     own = _own_subchunks(plan, rank)
-    turns = plan.schedule.own_steps(rank)  # by share: the step in which its queries meet own KV
+    turns = own_steps(plan, backward=backward)[
+        rank
+    ]  # by share: the step in which its queries meet own KV
 
     def parts(kv: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(own query sub-chunks, those of `kv` to which they attend here), without offloaded pairs."""
@@ -242,7 +244,7 @@ def order(draft: Draft) -> Draft:
     pairings = [p._replace(step=max(p.step, p.after + 1)) for p in draft.pairings]
     pairings.sort(key=lambda p: p.step)  # stable: in a step, arrivals, own KV, remote queries
     times = Times(draft.kv_arrivals.step + 1, draft.q_arrivals.step + 1, 0)
-    uses = (*times[:2], plan.schedule.own_steps(draft.rank))
+    uses = (*times[:2], own_steps(plan, backward=draft.backward)[draft.rank])
     last = max(
         int(moves.step.max(initial=-1)),
         *(int(step.max(initial=0)) for step in uses),

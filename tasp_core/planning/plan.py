@@ -52,6 +52,7 @@ from .plan_file import (
 SCHEMA = 1
 MOST_TOKENS = 1 << 31
 MOST_WINDOW = 1 << 60
+OVER_NODES = " over nodes"  # ends the name of a machine of groups that are several nodes each
 MOST_IDLE = 16  # steps without hops that a table shows one by one
 
 
@@ -238,6 +239,11 @@ class Plan:
         return np.sum([self.subchunks.count[self.subchunk_of(hops, p)] for p in parts], axis=0)
 
     @cached_property
+    def derived(self) -> dict[str, Any]:
+        """What other modules have worked out for this plan and keep with it, by a name of theirs."""
+        return {}
+
+    @cached_property
     def _digest(self) -> str:
         mask = [self.docs.causal, self.docs.window, *mask_slices(self.docs).values()]
         text = json.dumps([SCHEMA, spec(self), mask], sort_keys=True).encode()
@@ -421,18 +427,35 @@ def resolve_machine(machine: Machine | str | None, ranks: int) -> Machine:
 
 
 def between_groups(machine: Machine, intra: int) -> Machine:
-    """The machine of which each group of `intra` node peers is one rank.
+    """The machine of which each group of `intra` consecutive ranks is one rank.
+
+    A group lies inside a node, or it is several whole nodes; then every group is a node of its own.
 
     Raises:
-        PlanError: groups that do not fit into nodes; names the degrees that do.
+        PlanError: groups that are neither; names the degrees that fit.
     """
-    m = machine.node_size
+    m, n = machine.node_size, machine.ranks
     if intra == 1:
         return machine
+    if intra > m and machine.homogeneous and intra % m == 0 and n % intra == 0:
+        name = f"{machine.name}/{intra}{OVER_NODES}"
+        nic_gbps = machine.nic_gbps * (machine.nics or m) / m
+        return replace(
+            machine,
+            name=name,
+            node_size=1,
+            num_nodes=n // intra,
+            nic_gbps=nic_gbps,
+            nics=0,
+            buses=(),
+        )
     if m % intra:
-        fit = ", ".join(str(a) for a in range(1, m + 1) if m % a == 0)
+        fit = [a for a in range(1, m + 1) if m % a == 0]
+        if machine.homogeneous:
+            fit += [a for a in range(2 * m, n + 1, m) if n % a == 0]
         raise PlanError(
-            f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}; use one of {fit}"
+            f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}, and groups of "
+            f"{intra} ranks are not whole nodes; use one of {', '.join(map(str, fit))}"
         )
     name = f"{machine.name}/{intra}"
     if machine.homogeneous:

@@ -1,11 +1,12 @@
 """Which visible (query, key) pairs each rank computes, in which step, and what it needs from whom.
 
-Compute step t takes the shares that arrived in communication step t - 1; own keys are step 0, or later.
+Compute step t takes the shares that arrived in communication step t - 1; own keys are in step 0, or later.
 
     work_of              pairs, rows, kernel calls and needed shares by rank and step: the one counter
                          of `check`, `simulate` and the figures
     offloaded_subchunks  pairs of sub-chunks computed on another rank than their queries', for lowering
     group_by_keys        query sub-chunks that attend to the same key sub-chunks, for lowering
+    own_steps            in which steps each rank computes on its own KV
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules import KV, Hops, OffloadedPairs
+from ..schedules.own_work import Messages, OwnWork, Pass, Prices, place_own
 from ..sequence.tiles import pair_table, take, working_order
 from .plan import Plan
 
@@ -104,7 +106,13 @@ class Work(NamedTuple):
 
 
 def work_of(
-    plan: Plan, hops: Hops | None = None, ranks: range | None = None, steps: int | None = None
+    plan: Plan,
+    hops: Hops | None = None,
+    ranks: range | None = None,
+    steps: int | None = None,
+    *,
+    backward: bool = False,
+    own: np.ndarray | None = None,
 ) -> Work:
     """Who computes which visible pairs, and when, by a plan's own tables.
 
@@ -116,12 +124,15 @@ def work_of(
         hops: a table with all arrivals of these ranks, of which each happens once; default: the plan's.
         ranks: the ranks to count; default: all. Where queries move, it must be all ranks.
         steps: compute steps; default: as many as the plan needs.
+        backward: of which pass: work on own KV may be in other steps, all else is the same.
+        own: the steps of work on own KV, int64 [ranks, shares]; default: the plan's.
     """
     plan = plan.context_plan
     hops = plan.hops() if hops is None else hops
     ranks = range(plan.ranks) if ranks is None else ranks
+    own = own_steps(plan, backward=backward) if own is None else own
     if steps is None:
-        last = int(plan.schedule.offloaded.step.max(initial=0))
+        last = max(int(plan.schedule.offloaded.step.max(initial=0)), int(own.max(initial=0)))
         steps = max(int(hops.step.max(initial=-1)) + 2, last + 1)
     subchunks, shares, n = plan.subchunks, plan.schedule.num_shares, plan.ranks
     subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
@@ -139,23 +150,22 @@ def work_of(
     for i, rank in enumerate(ranks):
         step = np.full(n * shares, steps, dtype=np.int64)
         step[rank * shares : (rank + 1) * shares] = 0
-        mine = slice(*bounds[rank : rank + 2])
-        step[kv.owner[mine] * shares + kv.share[mine]] = kv.step[mine] + 1
-        own_steps = plan.schedule.own_steps(rank)
-        own = np.flatnonzero(owner == rank) if offloaded or own_steps.any() else None
+        arrived = slice(*bounds[rank : rank + 2])
+        step[kv.owner[arrived] * shares + kv.share[arrived]] = kv.step[arrived] + 1
+        mine = np.flatnonzero(owner == rank) if offloaded or own[rank].any() else None
         # uncut runs of own tokens will do where all queries stay and meet own keys in one step
-        queries = plan.layout.pieces(rank) if own is None else take(subchunks.pieces, own)
+        queries = plan.layout.pieces(rank) if mine is None else take(subchunks.pieces, mine)
         table = pair_table(queries, keys, plan.docs)
         seen = table.area > 0
         q, k, area = table.q[seen], table.k[seen], table.area[seen]
         in_full = area == queries.count[q] * keys.count[k]
         k = share_of_key[k]
         where, at = np.full_like(k, rank), step[k]
-        if own is not None:
+        if mine is not None:
             home = k // shares == rank
-            at[home] = own_steps[share[own[q[home]]]]
-        if offloaded and own is not None:
-            offloaded.move(rank * shares + share[own[q]], k, where, at)
+            at[home] = own[rank, share[mine[q[home]]]]
+        if offloaded and mine is not None:
+            offloaded.move(rank * shares + share[mine[q]], k, where, at)
         needed[i, k] = True
         never = np.flatnonzero(at >= steps)
         if never.size:
@@ -199,3 +209,72 @@ class _OffloadedIndex(NamedTuple):
         index = np.minimum(np.searchsorted(self.pair, pair), len(self.pair) - 1)
         moved = self.pair[index] == pair
         where[moved], at[moved] = self.rank[index[moved]], self.step[index[moved]]
+
+
+# ---- own work
+
+MOST_PIECES = (
+    1 << 20
+)  # pairs of pieces that are counted to place own work; beyond, it stays in step 0
+
+
+def own_steps(plan: Plan, *, backward: bool) -> np.ndarray:
+    """The compute steps in which each share's queries meet their own rank's KV, int64 [ranks, shares].
+
+    As the schedule says; else where they make the pass shortest (schedules/own_work.py). They stay in
+    step 0 where every rank does the same anyway (one document whose tokens see all before them), where
+    queries move, beside collectives, and with stripes, whose queries cannot be cut where keys are.
+    """
+    plan = plan.context_plan
+    name = f"own steps, {'backward' if backward else 'forward'}"
+    if name not in plan.derived:
+        steps = _scheduled_own_steps(plan, backward)
+        steps.setflags(write=False)
+        plan.derived[name] = steps
+    result: np.ndarray = plan.derived[name]
+    return result
+
+
+def _scheduled_own_steps(plan: Plan, backward: bool) -> np.ndarray:
+    scheduled = [plan.schedule.own_steps(rank, backward=backward) for rank in range(plan.ranks)]
+    if all(steps is not None for steps in scheduled):
+        return np.array(scheduled, dtype=np.int64).reshape(plan.ranks, plan.schedule.num_shares)
+    nothing = np.zeros((plan.ranks, plan.schedule.num_shares), dtype=np.int64)
+    pieces, docs = plan.subchunks.pieces, plan.docs
+    stays = plan.schedule.collective or len(plan.schedule.offloaded.step) or plan.ranks == 1
+    one_document = docs.prefixes and len(docs.lengths) == 1
+    of_doc = np.bincount(pieces.doc, minlength=1)
+    if stays or one_document or (pieces.stride != 1).any() or (of_doc**2).sum() > MOST_PIECES:
+        return nothing
+    hops = plan.hops(backward=backward)
+    prices = Prices.of(plan.machine, backward=backward)
+    counted = work_of(plan, hops, backward=backward, own=nothing)
+    own = _own_work(plan)
+    work = counted.pairs + counted.rows * prices.row
+    work[:, 0] = 0
+    messages = Messages.of(
+        hops, plan.tokens_moved(hops), plan.ranks, plan.machine.node_size, prices
+    )
+    no_visits = np.zeros((0, work.shape[1]), dtype=bool)
+    # shares with the fewest pairs per query of each rank come first
+    order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
+    placed = OwnWork(*(column[order] for column in own))
+    step = place_own(Pass(work, no_visits, messages, prices), placed)[0]
+    nothing.reshape(-1)[order] = step
+    return nothing
+
+
+def _own_work(plan: Plan) -> OwnWork:
+    """Each share's queries with their rank's KV."""
+    subchunks, shares = plan.subchunks, plan.schedule.num_shares
+    subchunk = np.repeat(np.arange(len(subchunks.low)), np.diff(subchunks.first))
+    owner = subchunk // (subchunks.parts * shares)
+    number = owner * shares + subchunk % shares
+    pairs, rows = np.zeros((2, plan.ranks * shares), dtype=np.int64)
+    np.add.at(rows, number, subchunks.pieces.count)
+    for rank in range(plan.ranks):
+        mine = np.flatnonzero(owner == rank)
+        pieces = take(subchunks.pieces, mine)
+        table = pair_table(pieces, take(pieces, working_order(pieces)), plan.docs)
+        np.add.at(pairs, number[mine[table.q]], table.area)
+    return OwnWork(np.repeat(np.arange(plan.ranks), shares), pairs, rows, np.full_like(pairs, -1))

@@ -95,6 +95,7 @@ class Helper(RankPairs):
 
     name = "helper"
     order = 100
+    compared_as = "DistFlashAttn"
     example = Example("mesh5", steps=4, layout="contiguous")
     buffer, remote_queries = 2.0, 3.0
 

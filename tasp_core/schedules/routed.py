@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) ->
 
     Args:
         moves: the kv and q hops.
-        pairs: their steps are filled in here.
+        pairs: their steps are the earliest ones; later where KV or queries arrive later.
         shape: (ranks, ranks, shares).
     """
     kv_step = arrivals(moves, KV, shape)
@@ -74,7 +74,8 @@ def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) ->
         return Routes(moves, NO_OFFLOADED, return_arcs(moves, kv_step + 1))
     q_step = arrivals(moves, Q, shape)
     kv_at, q_at = (pairs.rank, pairs.owner, pairs.share), (pairs.rank, pairs.q_owner, pairs.q_share)
-    pairs = pairs._replace(step=np.maximum(kv_step[kv_at], q_step[q_at]) + 1)
+    arrived = np.maximum(kv_step[kv_at], q_step[q_at])
+    pairs = pairs._replace(step=np.maximum(pairs.step, arrived + 1))
     # by (rank, owner, share): when partial outputs leave, and when KV has been computed on
     leaves, ready = np.zeros(shape, dtype=np.int64), kv_step + 1
     np.maximum.at(leaves, q_at, pairs.step + 1)
@@ -91,6 +92,7 @@ class Routed(Schedule):
     """A schedule that is compiled for a layout."""
 
     layout: Layout | None = None
+    machine: Machine | None = field(default=None, repr=False)
 
     variable_size = True
 
@@ -107,7 +109,9 @@ class Routed(Schedule):
             PlanError: an option that the schedule does not have, or a machine it cannot serve.
         """
         resolved = cls.resolved(machine, options, layout)
-        return cls(machine.ranks, cls.node_size_on(machine), layout=layout, **resolved)
+        return cls(
+            machine.ranks, cls.node_size_on(machine), layout=layout, machine=machine, **resolved
+        )
 
     @property
     def _layout(self) -> Layout:

@@ -151,6 +151,10 @@ class Schedule(ABC):
     name: ClassVar[str] = ""
     order: ClassVar[int] = 1000  # its place in lists; the first is the baseline of comparisons
     example: ClassVar[Example | None] = None
+    # the published method that it is, if `select` should always say how long that one would take
+    compared_as: ClassVar[str] = ""
+    # whether tokens' KV is sent to ranks only that have queries which see it
+    sends_only_what_is_needed: ClassVar[bool] = False
     # whether shares differ in size: buffers are then counted in tokens, not in shares
     variable_size: ClassVar[bool] = False
     # whether in every step all ranks send and receive equally much over equivalent routes
@@ -344,9 +348,12 @@ class Schedule(ABC):
         """The pairs computed on another rank than that of their queries."""
         return NO_OFFLOADED
 
-    def own_steps(self, rank: int) -> np.ndarray:
-        """The compute steps in which the queries of the rank's shares meet its own KV, int64 [shares]."""
-        return np.zeros(self.num_shares, dtype=np.int64)
+    def own_steps(self, rank: int, *, backward: bool) -> np.ndarray | None:
+        """The compute steps in which the queries of the rank's shares meet its own KV, int64 [shares].
+
+        None: the plan decides, see planning/work.py.
+        """
+        return None
 
     @abstractmethod
     def forward(self, rank: int | None) -> Hops:
@@ -447,10 +454,11 @@ class Table(Schedule, register=False):
     def offloaded(self) -> OffloadedPairs:
         return self.like.offloaded if self.like else NO_OFFLOADED
 
-    def own_steps(self, rank: int) -> np.ndarray:
-        if self.like is None:
-            return super().own_steps(rank)
-        return np.minimum(self.like.own_steps(rank), self.num_steps())  # the table may be shorter
+    def own_steps(self, rank: int, *, backward: bool) -> np.ndarray | None:
+        steps = self.like.own_steps(rank, backward=backward) if self.like else None
+        return (
+            steps if steps is None else np.minimum(steps, self.num_steps(backward=backward))
+        )  # the table may be shorter
 
     def _rows(self, kinds: tuple[int, ...], rank: int | None) -> Hops:
         table = self._table

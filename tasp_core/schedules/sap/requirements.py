@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,11 @@ import numpy as np
 from ...sequence.layouts import Layout
 from ...sequence.masks import band_area, edges
 from ...sequence.pieces import Pieces, ranges
+from ...sequence.tiles import pair_table, take, working_order
+from ..counts import load_table
 from .offload import Offload
+
+MOST_AT_ONCE = 1 << 20  # pairs of pieces in one table
 
 
 class Shares(NamedTuple):
@@ -59,9 +64,14 @@ class Requirements:
     offload: Offload | None = None
 
     @cached_property
+    def _pieces(self) -> list[Pieces]:
+        """Every rank's pieces."""
+        return [self.layout.pieces(rank) for rank in range(self.layout.ranks)]
+
+    @cached_property
     def _queries(self) -> tuple[np.ndarray, Pieces]:
         """Every rank's pieces, and the rank of each."""
-        pieces = [self.layout.pieces(rank) for rank in range(self.layout.ranks)]
+        pieces = self._pieces
         rank = np.repeat(np.arange(self.layout.ranks), [len(p.doc) for p in pieces])
         return rank, Pieces(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
 
@@ -93,7 +103,7 @@ class Requirements:
         limits = np.unique(np.concatenate([needs.low, needs.high, self._chunk_borders]))
         result = []
         for rank in range(self.layout.ranks):
-            p = self.layout.pieces(rank)
+            p = self._pieces[rank]
             inside, at = ranges(
                 np.searchsorted(limits, p.start, "right"), np.searchsorted(limits, p.last, "right")
             )
@@ -123,7 +133,7 @@ class Requirements:
         columns = []
         for rank in range(self.layout.ranks):
             cut = self.cuts[rank]
-            p = self.layout.pieces(rank)
+            p = self._pieces[rank]
             low, size = cut[:-1], np.diff(cut)
             at = np.searchsorted(p.offset, low, side="right") - 1
             first = p.start[at] + (low - p.offset[at]) * p.stride[at]
@@ -136,7 +146,7 @@ class Requirements:
         """Every (rank, share) of which some query of the rank sees the share; its own shares, too."""
         docs, needs = self.layout.docs, self._needs
         if docs.slices is not None:
-            keys = Pieces(shares.low, shares.size, shares.first, shares.stride, shares.doc)
+            keys = self.pieces(np.arange(len(shares.owner)))
             holder, queries = self._queries
             bands = docs.slices.bands(queries, keys)
             pairs = np.unique(bands.k * self.layout.ranks + holder[bands.q])
@@ -179,14 +189,15 @@ class Requirements:
         low, high = (np.searchsorted(k_pair, pair, side=s) for s in ("left", "right"))
         index, at = ranges(low[q_pair], high[q_pair])
         q, k, worker = q[at], k[index], offload.worker[q_pair[at]]
-        seen = self._sees(shares, q, k)
+        seen = self.area(q, k) > 0
         return q[seen], k[seen], worker[seen]
 
-    def _sees(self, shares: Shares, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Whether some query of share q sees some key of share k; both are of the same document."""
+    def area(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """Visible pairs of the queries of share q and the keys of share k of the same document."""
+        shares = self.shares
         lead = shares.first[k] - shares.first[q]
         band = edges(lead, shares.stride[q], *self.layout.docs.diagonals)
-        return band_area(shares.size[q], shares.size[k], *band) > 0
+        return band_area(shares.size[q], shares.size[k], *band)
 
     def required(self) -> tuple[np.ndarray, np.ndarray]:
         """Every (rank, KV share) of which the share must be sent to the rank."""
@@ -202,7 +213,7 @@ class Requirements:
                 seen = share[rank == source]
                 mine = np.flatnonzero(shares.owner == source)
                 a, b = np.broadcast_arrays(mine[:, None], seen)
-                stay = self._sees(shares, a, b) & (shares.doc[a] == shares.doc[b])
+                stay = (self.area(a, b) > 0) & (shares.doc[a] == shares.doc[b])
                 own = shares.owner[q] == source
                 gone = q[own] - mine[0], np.searchsorted(seen, k[own])
                 stay[gone] = False
@@ -215,3 +226,64 @@ class Requirements:
     def offloads(self) -> bool:
         """Whether there are offloaded pairs."""
         return self.offload is not None and len(self.offload.chunk) > 0
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """Visible pairs that each rank computes with each share, int64 [ranks, shares of all ranks].
+
+        Its own queries' pairs that are not offloaded, and the pairs offloaded to it.
+        """
+        keys = self.pieces(np.arange(len(self.shares.owner)))
+        order = working_order(keys)
+        keys = take(keys, order)
+        result = np.zeros((self.layout.ranks, len(order)), dtype=np.int64)
+        holder, pieces = self._queries
+        of_doc = (
+            np.bincount(x.doc, minlength=len(self.layout.docs.lengths)) for x in (pieces, keys)
+        )
+        pairs_of_pieces = int(np.multiply(*of_doc).sum())
+        for part in np.array_split(np.arange(len(holder)), 1 + pairs_of_pieces // MOST_AT_ONCE):
+            pairs = pair_table(take(pieces, part), keys, self.layout.docs)
+            np.add.at(result, (holder[part[pairs.q]], order[pairs.k]), pairs.area)
+        if self.offloads:
+            q, k, worker = self.offloaded
+            area = self.area(q, k)
+            np.subtract.at(result, (self.shares.owner[q], k), area)
+            np.add.at(result, (worker, k), area)
+        return result
+
+    @cached_property
+    def own_work(self) -> np.ndarray:
+        """Visible pairs of each share's queries with their own rank's KV, without offloaded ones: int64.
+
+        A stripe's queries cannot always be cut where its keys are; 0 for all shares where there are any.
+        """
+        shares = self.shares
+        result = np.zeros(len(shares.owner), dtype=np.int64)
+        if (shares.stride != 1).any():
+            return result
+        bounds = np.searchsorted(shares.owner, np.arange(self.layout.ranks + 1)).tolist()
+        for low, high in pairwise(bounds):
+            own = self.pieces(np.arange(low, high))
+            pairs = pair_table(own, take(own, working_order(own)), self.layout.docs)
+            np.add.at(result, low + pairs.q, pairs.area)
+        if self.offloads:
+            q, k, _ = self.offloaded
+            own = shares.owner[q] == shares.owner[k]
+            np.subtract.at(result, q[own], self.area(q[own], k[own]))
+        return result
+
+    def pieces(self, share: np.ndarray) -> Pieces:
+        """Shares as pieces of the packed sequence."""
+        s = self.shares
+        return Pieces(*(c[share] for c in (s.low, s.size, s.first, s.stride, s.doc)))
+
+    def tokens_of(self, rank: np.ndarray, doc: np.ndarray) -> np.ndarray:
+        """Tokens of a document that each rank holds, int64; both arguments of equal shape."""
+        holder, pieces = self._queries
+        documents = len(self.layout.docs.lengths)
+        key, at = np.unique(holder * documents + pieces.doc, return_inverse=True)
+        tokens = load_table((len(key),), at, amount=pieces.count)
+        wanted = rank * documents + doc
+        index = np.minimum(np.searchsorted(key, wanted), max(0, len(key) - 1))
+        return np.where(key[index] == wanted, tokens[index], 0) if len(key) else 0 * wanted

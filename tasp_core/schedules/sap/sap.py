@@ -6,7 +6,7 @@ nothing travels that nobody needs. Ranks without a common document exchange noth
 
     one node        a share goes from its owner directly to each rank that needs it
     relay=4         on a full mesh: over four steps, some shares through a third rank whose links are
-                    idle (two_hop.py); work on a rank's own KV fills the steps that have the least
+                    idle (two_hop.py)
     several nodes   a share goes once to each other node, to its ingress rank: the rank on the owner's
                     rail if it needs the share, else the next one that does; the ingress rank sends it
                     on to its node peers
@@ -14,61 +14,45 @@ nothing travels that nobody needs. Ranks without a common document exchange noth
 A layout may leave ranks with unequal work, and tokens may not be permuted (`contiguous`). Then queries of
 busy ranks are computed on other ranks (`move_q`; offload.py), and their partial outputs return.
 
-Every receiver's arrivals are put into steps of about `buffer_tokens` tokens, starting with those of the
-rank after it; there are no more steps than that takes. Gradients return over the reversed arcs and are
-added up on the way. Source: the idea of HSAP (arXiv 2606.30460); the compilation rules are this
-project's own.
+A rank receives at most `buffer_tokens` tokens per step, and what arrives is spread so that each step has
+the same work (arrivals.py); work on a rank's own KV fills what is left (own_work.py). Gradients return over
+the reversed arcs and are added up on the way. Source: the idea of HSAP (arXiv 2606.30460); the compilation
+rules are this project's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import PlanError, check_int
 from ...machines.machine import Machine
-from ...sequence.layouts import Layout, Pieces
-from ...sequence.tiles import pair_table, take, working_order
-from ..counts import load_table
-from ..hops import KV, NO_OFFLOADED, Hops, OffloadedPairs, Q
+from ...machines.presets import MESH
+from ...sequence.layouts import Layout
+from ..counts import load_rows, load_table
+from ..hops import DQ, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
+from ..own_work import Messages, OwnWork, Pass, Prices, place_own
 from ..routed import Routed, Routes, busiest, complete
-from ..schedule import DeclaredLimits, Example, option
+from ..schedule import DeclaredLimits, Example, Schedule, option
+from .arrivals import Arrivals, place_arrivals
 from .offload import offload
-from .requirements import Requirements, Shares
+from .requirements import Requirements
 from .two_hop import spread
 
 RELAY = 6  # steps that `select` tries
 MOST_RELAYING = 16  # ranks: routes are searched for every share and receiver
 MOST_RELAY_STEPS = 1 << 10
+MOST_STEPS = 1 << 16
+FEW_STEPS = 4  # up to so many steps it is tried what comes of arrivals as early as possible
+MORE_STEPS = 1  # more steps than the fewest that are tried
+WORTH_A_STEP = 0.002  # one more step must make both passes shorter by this part
+GOOD_ENOUGH = 1.05  # times what a pass would take if no rank waited; no more steps are tried then
+FORWARD_PAIR, BACKWARD_PAIR = 2, 5  # time of a visible pair
 SPLIT = 8  # no share is larger than this part of a step's buffer
-
-
-def fill_steps(
-    receiver: np.ndarray, order: np.ndarray, size: np.ndarray, budget: int
-) -> np.ndarray:
-    """The step of each arrival: every receiver's arrivals fill its steps one after the other, in `order`.
-
-    Args:
-        receiver, order, size: of each arrival: who receives it, its rank among those of the receiver, and
-            its tokens.
-        budget: tokens per step and receiver; the last share of a step may exceed it.
-
-    Returns:
-        int64 [arrivals], from 0 for every receiver.
-    """
-    index = np.lexsort((order, receiver))
-    receivers, sizes = receiver[index], size[index]
-    before = (
-        np.cumsum(sizes) - sizes
-    )  # tokens of all arrivals before this one, then of its receiver's
-    first = _first_of_run(receivers)
-    steps = np.empty_like(size)
-    steps[index] = (before - before[first]) // budget
-    return steps
 
 
 def _first_of_run(*columns: np.ndarray) -> np.ndarray:
@@ -80,6 +64,35 @@ def _first_of_run(*columns: np.ndarray) -> np.ndarray:
     new = np.ones(len(columns[0]), dtype=bool)
     new[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
     return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+
+
+class Visits(NamedTuple):
+    """Ranks and documents of which the rank has queries that see other ranks' KV; int64 arrays.
+
+    Attributes:
+        key: rank * documents + document, sorted. rank: the rank. tokens: its tokens of the document.
+    """
+
+    key: np.ndarray
+    rank: np.ndarray
+    tokens: np.ndarray
+
+
+class Compiled(NamedTuple):
+    """A schedule for one layout.
+
+    Attributes:
+        routes: all hops, and the offloaded pairs.
+        own_steps: when each share's queries meet own KV, int64 [2, ranks, shares], forward and backward.
+        price: what both passes take, and `least`, what they would if no rank ever waited.
+        steps: over how many communication steps arrivals were spread.
+    """
+
+    routes: Routes
+    own_steps: np.ndarray
+    price: int
+    least: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -97,10 +110,40 @@ class Sap(Routed):
         "steps over which shares are spread, directly or through a third rank; 0: directly",
         omit_default=True,
     )
+    steps: int = option(
+        0,
+        "communication steps for what arrives, if the buffers do not need more; 0: as few as they allow",
+    )
 
     name = "sap"
     order = 130
-    example = Example("mesh2x2", steps=5, lengths=(30, 9, 25), layout="balanced")
+    sends_only_what_is_needed = True
+    example = Example("mesh2x2", steps=2, lengths=(30, 9, 25), layout="balanced")
+
+    @classmethod
+    def on(
+        cls,
+        machine: Machine,
+        options: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+    ) -> Schedule:
+        """As `Routed.on`; where `steps` is left open, some more steps are tried than the buffers need.
+
+        They are taken, and recorded as the option, where that makes both passes together shorter.
+        """
+        best = super().on(machine, options, layout)
+        assert isinstance(best, Sap)
+        if layout is None or best.relay or "steps" in (options or {}):
+            return best
+        fewest = best._compiled
+        for steps in range(fewest.steps + 1, fewest.steps + 1 + MORE_STEPS):
+            if best._compiled.price <= best._compiled.least * GOOD_ENOUGH:
+                break
+            other = replace(best, steps=steps)
+            other.__dict__.update(best._shared)
+            if other._compiled.price < best._compiled.price * (1 - WORTH_A_STEP):
+                best = other
+        return best
 
     @classmethod
     def resolve(
@@ -123,6 +166,12 @@ class Sap(Routed):
         check_int(self.buffer_tokens, "sap: buffer_tokens", 0, PlanError)
         if check_int(self.relay, "sap: relay", 0, PlanError) > MOST_RELAY_STEPS:
             raise PlanError(f"sap: relay is at most {MOST_RELAY_STEPS} steps, got {self.relay}")
+        if check_int(self.steps, "sap: steps", 0, PlanError) > MOST_STEPS:
+            raise PlanError(f"sap: steps is at most {MOST_STEPS}, got {self.steps}")
+        if self.steps and self.relay:
+            raise PlanError(
+                "sap: relay says over how many steps shares are spread; leave steps at 0"
+            )
         if self.relay and self.node_size < self.ranks:
             raise PlanError("sap: relay is for the links of one node; over nodes leave it at 0")
         if self.relay and self.ranks > MOST_RELAYING:
@@ -159,68 +208,66 @@ class Sap(Routed):
     def num_shares(self) -> int:
         return self._requirements.num_shares
 
-    @cached_property
+    @property
     def _routes(self) -> Routes:
-        shape = (self.ranks, self.ranks, self.num_shares)
-        kv = self._kv_hops()
-        if not self._requirements.offloads:
-            return complete(kv, NO_OFFLOADED, shape)
-        shares, (q, k, worker) = self._requirements.shares, self._requirements.offloaded
-        visits = np.unique(worker * len(shares.owner) + q)
-        rank, share = np.divmod(visits, len(shares.owner))
-        zero, owner = np.zeros_like(rank), shares.owner[share]
-        remote_queries = Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
-        pairs = OffloadedPairs(
-            np.zeros_like(q),
-            worker,
-            shares.owner[q],
-            shares.number[q],
-            shares.owner[k],
-            shares.number[k],
-        )
-        return complete(Hops.concat([kv, remote_queries]), pairs, shape)
+        return self._compiled.routes
 
-    def _kv_hops(self) -> Hops:
-        """One kv hop for each (share, rank that needs it and does not own it).
+    def own_steps(self, rank: int, *, backward: bool) -> np.ndarray:
+        """Work on the rank's own KV fills the steps in which the rank would wait; see own_work.py."""
+        return self._compiled.own_steps[int(backward), rank]
 
-        Such a hop is one of three: `near`, from the owner inside its node; `far`, from the owner to the
-        ingress rank of another node; `relayed`, from that ingress rank to a node peer, one step later.
-        """
-        shares, m = self._requirements.shares, self.node_size
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """What does not depend on the number of steps, by the names of cached properties."""
+        names = "_requirements", "_visits", "_own_work", "_remote_queries"
+        return {name: getattr(self, name) for name in names}
+
+    @cached_property
+    def _compiled(self) -> Compiled:
         dst, share = self._requirements.required()
         if self.relay:
-            return self._relayed(dst, share)
-        owner, size = shares.owner[share], shares.size[share]
+            return self._finished(self._two_hop(dst, share), self.relay, self.machine or MESH)
+        arrivals = self._arrivals(dst, share)
+        received = load_table((self.ranks,), dst, amount=arrivals.size)
+        room = max(1, self._budget - self._budget // SPLIT)  # the last share of a step may not fit
+        fewest = max(1, -(-int(received.max()) // room)) + bool((arrivals.ingress != dst).any())
+        steps = max(self.steps, fewest)
+        kv = self._kv_hops(arrivals, steps)
+        if 1 < steps <= FEW_STEPS:
+            # with little to even out, fewer parts of queries to merge may be worth more
+            early = self._kv_hops(arrivals, steps, evenly=False)
+            kv = min((kv, early), key=lambda hops: self._finished(hops, steps, MESH).price)
+        return self._finished(kv, steps, self.machine or MESH)
+
+    def _kv_hops(self, arrivals: Arrivals, steps: int, *, evenly: bool = True) -> Hops:
+        """The kv hops of arrivals spread over communication steps."""
+        rows = self._visits.tokens * Prices.of(MESH, backward=False).row
+        step = place_arrivals(
+            arrivals, rows, self.ranks, self.node_size, self._budget, steps, evenly=evenly
+        )
+        if len(step):
+            _, step = np.unique(step, return_inverse=True)  # steps without hops are left out
+        src = np.where(arrivals.ingress == arrivals.dst, arrivals.owner, arrivals.ingress)
+        number = self._requirements.shares.number[arrivals.share]
+        return Hops(step, src, arrivals.dst, arrivals.owner, number, np.full_like(step, KV))
+
+    def _arrivals(self, dst: np.ndarray, share: np.ndarray) -> Arrivals:
+        """Where each share comes from: its owner, or, if that is on another node, an ingress rank."""
+        requirements, m = self._requirements, self.node_size
+        shares = requirements.shares
+        owner = shares.owner[share]
         # the ingress rank of a node for a share: of its ranks that need it, the first from the owner's
         # rail on, in cyclic order
-        dst_node = dst // m
-        by_rail = np.lexsort(((dst - owner) % m, dst_node, share))
+        node = dst // m
+        by_rail = np.lexsort(((dst - owner) % m, node, share))
         ingress = np.empty_like(dst)
-        ingress[by_rail] = dst[by_rail][_first_of_run(share[by_rail], dst_node[by_rail])]
-        across = dst_node != owner // m
-        relayed = across & (ingress != dst)
-        near, far, relays = ~across, across & ~relayed, bool(relayed.any())
-        src = np.where(relayed, ingress, owner)
-        # a receiver takes shares of the rank after it first, then of the next one, ...
-        turn = ((owner - dst - 1) % self.ranks) * self.num_shares + shares.number[share]
-        # with relays, arrivals from the node, from other nodes and from ingress ranks share the buffer
-        budget = self._budget // (3 if relays else 1) - self._budget // SPLIT
-        step = np.zeros(len(dst), dtype=np.int64)
-        # what its ingress ranks receive reaches all ranks of a node, so one budget is the whole node's
-        for these, into in ((near, dst), (far, dst_node if relays else dst)):
-            step[these] = fill_steps(into[these], turn[these], size[these], max(1, budget))
-        if relays:
-            # one step after the hop that brings the share to the ingress rank, which is found by
-            # (share, receiver)
-            far_key = share[far] * self.ranks + dst[far]
-            order = np.argsort(far_key)
-            at = np.searchsorted(far_key[order], share[relayed] * self.ranks + src[relayed])
-            step[relayed] = step[far][order][at] + 1
-        else:
-            _, step = np.unique(step, return_inverse=True)  # steps without hops are left out
-        return Hops(step, src, dst, owner, shares.number[share], np.full_like(dst, KV))
+        ingress[by_rail] = dst[by_rail][_first_of_run(share[by_rail], node[by_rail])]
+        ingress = np.where(node == owner // m, dst, ingress)
+        visit = self._visit_of(dst, shares.doc[share])
+        work = requirements.work[dst, share]
+        return Arrivals(dst, owner, share, shares.size[share], work, ingress, visit)
 
-    def _relayed(self, dst: np.ndarray, share: np.ndarray) -> Hops:
+    def _two_hop(self, dst: np.ndarray, share: np.ndarray) -> Hops:
         """kv hops that bring each share to its `dst` over `relay` steps, directly or by a third rank."""
         shares = self._requirements.shares
         order = np.lexsort((dst, share))
@@ -233,42 +280,132 @@ class Sap(Routed):
         owner, number = shares.owner[moves.share], shares.number[moves.share]
         return Hops(step, moves.src, moves.dst, owner, number, np.full_like(owner, KV))
 
-    def own_steps(self, rank: int) -> np.ndarray:
-        """With `relay`, work on the rank's own KV fills the steps in which there is least to compute."""
-        return self._fill[rank] if self.relay else super().own_steps(rank)
+    def _finished(self, kv: Hops, steps: int, machine: Machine) -> Compiled:
+        """All hops of both passes, and when ranks compute on their own KV on a machine.
+
+        The machine's rates decide nothing about hops: ranks compare their schedules' options, not rates.
+        """
+        moves = Hops.concat([kv, self._remote_queries])
+        shape = (self.ranks, self.ranks, self.num_shares)
+        routes, *others = (complete(moves, pairs, shape) for pairs in self._offloaded_pairs(kv))
+        if others:
+            routes = min((routes, *others), key=lambda r: self._placed(r, MESH).price)
+        return self._placed(routes, machine)._replace(steps=steps)
+
+    def _placed(self, routes: Routes, machine: Machine) -> Compiled:
+        """When ranks compute on their own KV, on a machine."""
+        own, shares = self._own_work, self._requirements.shares
+        order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
+        own = OwnWork(*(column[order] for column in own))
+        own_steps = np.zeros((2, self.ranks, self.num_shares), dtype=np.int64)
+        price = least = 0
+        for backward, pair in ((False, FORWARD_PAIR), (True, BACKWARD_PAIR)):
+            prices = Prices.of(machine, backward=backward)
+            step, cost, busiest_rank = place_own(self._pass(routes, prices, backward=backward), own)
+            own_steps[int(backward), shares.owner[order], shares.number[order]] = step
+            price, least = price + pair * cost, least + pair * busiest_rank
+        own_steps.setflags(write=False)
+        return Compiled(routes, own_steps, price, least, 0)
+
+    def _pass(self, routes: Routes, prices: Prices, *, backward: bool) -> Pass:
+        """What a pass does besides work on own KV."""
+        requirements, shares = self._requirements, self._requirements.shares
+        hops = routes.forward
+        if backward:
+            kind = np.where(hops.kind == OUT, DQ, hops.kind)
+            hops = Hops.concat([hops._replace(kind=kind), routes.returns])
+        number = np.searchsorted(shares.owner, hops.owner) + hops.share
+        messages = Messages.of(hops, shares.size[number], self.ranks, self.node_size, prices)
+        count = max(int(hops.step.max(initial=-1)), int(routes.offloaded.step.max(initial=-1))) + 2
+        written = np.zeros((len(self._visits.tokens), count), dtype=bool)
+        kv = hops.kind == KV
+        rank, share, step = hops.dst[kv], number[kv], hops.step[kv] + 1
+        # a third rank of a two-hop route may need nothing of what it passes on
+        pairs = requirements.work[rank, share]
+        work = load_table((self.ranks, count), rank, step, amount=pairs)
+        visit = self._visit_of(rank, shares.doc[share])
+        written[visit[(pairs > 0) & (visit >= 0)], step[(pairs > 0) & (visit >= 0)]] = True
+        np.add.at(work, self._visits.rank, written * (self._visits.tokens * prices.row)[:, None])
+        self._add_remote(work, routes.offloaded, prices)
+        return Pass(work, written, messages, prices)
+
+    def _add_remote(self, work: np.ndarray, offloaded: OffloadedPairs, prices: Prices) -> None:
+        """Add to each rank's work what it computes for remote queries with own KV, and their outputs."""
+        if not len(offloaded.step):
+            return
+        shares = self._requirements.shares
+        q, k = self._share_numbers(offloaded)
+        own = offloaded.owner == offloaded.rank
+        at = offloaded.rank[own], offloaded.step[own]
+        np.add.at(work, at, self._requirements.area(q[own], k[own]))
+        (rank, step, q), _ = load_rows((offloaded.rank, offloaded.step, q), q)
+        np.add.at(work, (rank, step), shares.size[q] * prices.row)
+
+    def _share_numbers(self, offloaded: OffloadedPairs) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers among all shares of the queries' and the keys' shares."""
+        first = np.searchsorted(self._requirements.shares.owner, np.arange(self.ranks))
+        q, k = first[offloaded.q_owner], first[offloaded.owner]
+        return q + offloaded.q_share, k + offloaded.share
+
+    def _offloaded_pairs(self, kv: Hops) -> Iterator[OffloadedPairs]:
+        """The offloaded pairs: all as early as they can be, then those with own KV in even steps."""
+        requirements, shares = self._requirements, self._requirements.shares
+        if not requirements.offloads:
+            yield NO_OFFLOADED
+            return
+        q, k, worker = requirements.offloaded
+        columns = shares.owner[q], shares.number[q], shares.owner[k], shares.number[k]
+        pairs = OffloadedPairs(np.ones_like(q), worker, *columns)
+        yield pairs
+        number = np.searchsorted(shares.owner, kv.owner) + kv.share
+        amount = requirements.work[kv.dst, number]
+        steps = int(kv.step.max(initial=0)) + 2
+        work = load_table((self.ranks, steps), kv.dst, kv.step + 1, amount=amount)
+        own = np.flatnonzero(shares.owner[k] == worker)
+        group, at = np.unique(worker[own] * len(shares.owner) + q[own], return_inverse=True)
+        area = load_table((len(group),), at, amount=requirements.area(q[own], k[own]))
+        step = np.zeros(len(group), dtype=np.int64)
+        for i in np.argsort(-area, kind="stable").tolist():  # the largest first
+            rank = int(group[i]) // len(shares.owner)
+            step[i] = 1 + int(work[rank, 1:].argmin())
+            work[rank, step[i]] += area[i]
+        pairs.step[own] = step[at]
+        yield pairs
 
     @cached_property
-    def _fill(self) -> list[np.ndarray]:
-        """By rank: the compute step of each of its own shares' queries with own KV, int64 [num_shares].
+    def _remote_queries(self) -> Hops:
+        """The hops of queries that are computed on other ranks, all in step 0."""
+        if not self._requirements.offloads:
+            return Hops.concat([])
+        shares, (q, _, worker) = self._requirements.shares, self._requirements.offloaded
+        rank, share = np.divmod(np.unique(worker * len(shares.owner) + q), len(shares.owner))
+        zero, owner = np.zeros_like(rank), shares.owner[share]
+        return Hops(zero, owner, rank, owner, shares.number[share], np.full_like(rank, Q))
 
-        The share with the most work comes first, into the step that has least to compute by then.
-        """
-        layout, shares, hops = self._layout, self._requirements.shares, self._routes.forward
-        index = np.searchsorted(shares.owner, hops.owner) + hops.share
-        result = []
-        for rank in range(self.ranks):
-            step = np.zeros(self.num_shares, dtype=np.int64)
-            result.append(step)
-            if self._requirements.offloads or not len(hops.step):
-                continue
-            mine, received = np.flatnonzero(shares.owner == rank), np.flatnonzero(hops.dst == rank)
-            own, remote = (self._pieces(shares, x) for x in (mine, index[received]))
-            order = working_order(remote)
-            pairs = pair_table(layout.pieces(rank), take(remote, order), layout.docs)
-            when = hops.step[received][order][pairs.k] + 1
-            work = np.bincount(when, weights=pairs.area, minlength=int(hops.step.max()) + 2)
-            pairs = pair_table(own, take(own, working_order(own)), layout.docs)
-            area = np.bincount(pairs.q, weights=pairs.area, minlength=len(mine))
-            for i in np.argsort(-area, kind="stable").tolist():  # the largest first
-                step[shares.number[mine[i]]] = least = int(work.argmin())
-                work[least] += area[i]
-            step.setflags(write=False)
-        return result
+    @cached_property
+    def _visits(self) -> Visits:
+        """Every (rank, document) of which the rank has queries that see other ranks' KV."""
+        dst, share = self._requirements.required()
+        documents = len(self._layout.docs.lengths)
+        key = np.unique(dst * documents + self._requirements.shares.doc[share])
+        return Visits(
+            key, key // documents, self._requirements.tokens_of(*np.divmod(key, documents))
+        )
 
-    @staticmethod
-    def _pieces(shares: Shares, at: np.ndarray) -> Pieces:
-        columns = (shares.low, shares.size, shares.first, shares.stride, shares.doc)
-        return Pieces(*(c[at] for c in columns))
+    def _visit_of(self, rank: np.ndarray, doc: np.ndarray) -> np.ndarray:
+        """Numbers among the visits; -1 for those that there are not."""
+        key, wanted = self._visits.key, rank * len(self._layout.docs.lengths) + doc
+        if not len(key):
+            return np.full_like(wanted, -1)
+        at = np.minimum(np.searchsorted(key, wanted), len(key) - 1)
+        return np.where(key[at] == wanted, at, -1)
+
+    @cached_property
+    def _own_work(self) -> OwnWork:
+        """All shares' queries with own KV, those with the fewest pairs per query of each rank first."""
+        requirements, shares = self._requirements, self._requirements.shares
+        visit = self._visit_of(shares.owner, shares.doc)
+        return OwnWork(shares.owner, requirements.own_work, shares.size, visit)
 
     @property
     def limits(self) -> DeclaredLimits:
@@ -278,7 +415,9 @@ class Sap(Routed):
         link, across, *_ = busiest(forward, self.ranks, self.node_size)
         largest = max(1, int(self._layout.counts.max()))
         # one share over the budget for each kind of arrival; tiny sequences round up to one token
-        slack = 2 * 3 * max(1, self._budget // SPLIT) if self._budget < 8 * SPLIT else 0
+        slack = (
+            2 * 3 * max(1, self._budget // SPLIT) if self.relay and self._budget < 8 * SPLIT else 0
+        )
         q = forward.where(forward.kind == Q)  # all arrive in the first step
         shares = self._requirements.shares
         size = shares.size[np.searchsorted(shares.owner, q.owner) + q.share]
