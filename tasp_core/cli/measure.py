@@ -213,17 +213,20 @@ def results(
     out: Annotated[Path | None, "Folder for CSV and plots; default: the same."] = None,
     json_: Json = False,
 ) -> None:
-    """Collect result files into one CSV; plots of time against length, speed-up against CCR."""
+    """Collect result files into one CSV; plots of time, of speed-up against CCR, of methods compared."""
     from visualize.curves import curves
+    from visualize.peers import peers
 
     from ..lab.bench.collect import collect, write_csv
 
     table, skipped = collect(folder)
+    compared = peers(table)
+    figures = curves(table) + ([("peers", compared)] if compared else [])
     out = out or folder
     out.mkdir(parents=True, exist_ok=True)
     files = [
         write_csv(table, out / "results.csv"),
-        *(figure.save(out / f"{name}.svg") for name, figure in curves(table)),
+        *(figure.save(out / f"{name}.svg") for name, figure in figures),
     ]
     if json_:
         show_json({"files": [str(x) for x in files], "rows": len(table), "skipped": skipped})

@@ -256,12 +256,8 @@ def _scheduled_own_steps(plan: Plan, backward: bool) -> np.ndarray:
         hops, plan.tokens_moved(hops), plan.ranks, plan.machine.node_size, prices
     )
     no_visits = np.zeros((0, work.shape[1]), dtype=bool)
-    # shares with the fewest pairs per query of each rank come first
-    order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
-    placed = OwnWork(*(column[order] for column in own))
-    step = place_own(Pass(work, no_visits, messages, prices), placed)[0]
-    nothing.reshape(-1)[order] = step
-    return nothing
+    step = place_own(Pass(work, no_visits, messages, prices), own)[0]
+    return step.reshape(nothing.shape)
 
 
 def _own_work(plan: Plan) -> OwnWork:

@@ -109,7 +109,7 @@ class Messages(NamedTuple):
 
 
 class OwnWork(NamedTuple):
-    """Each share's queries with the KV of their own rank, sorted by rank; int64 arrays.
+    """Each share's queries with the KV of their own rank; int64 arrays, sorted by rank.
 
     Attributes:
         rank: their rank. pairs: visible pairs. rows: queries.
@@ -144,19 +144,23 @@ def place_own(one: Pass, own: OwnWork) -> tuple[np.ndarray, int, int]:
     Returns:
         The steps, int64 [shares]; the price of the pass; and what it would be if no rank ever waited.
     """
-    first = own.pairs + own.rows * one.prices.first_row
-    busiest = int(
-        (one.work.sum(axis=1) + load_table((len(one.work),), own.rank, amount=first)).max()
-    )
     result = np.zeros(len(own.rank), dtype=np.int64)
+    first = own.pairs + own.rows * one.prices.first_row
+    work = one.work.sum(axis=1) + load_table((len(one.work),), own.rank, amount=first)
+    busiest = int(work.max())
     least = _price(one, own, result)
+    if not own.pairs.any():
+        return result, least, busiest
+    # of each rank, shares with the fewest pairs per query come first: later steps cost time per query
+    order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
+    own = OwnWork(*(column[order] for column in own))
     worth_it = least - busiest // WORTH_IT
     for step in _placings(one, own):
         if least <= busiest + busiest // GOOD_ENOUGH:
             break
         price = _price(one, own, step)
         if price < min(least, worth_it):
-            result, least = step, price
+            result[order], least = step, price
     return result, least, busiest
 
 

@@ -177,10 +177,10 @@ def run_case(case: Case, rates: dict[str, Any]) -> Result:
     inputs = Inputs.random(case.docs.total, case.heads, case.kv_heads, case.head_dim)
     reference = Reference(inputs, case.docs, backward=case.backward)
     on = case.on()
-    plans = [method.plan(case.docs, on) for method in case.methods]
+    simulated = replace(on, **(rates | case.device()))
+    plans = [method.plan(case.docs, simulated) for method in case.methods]
     with Fabric(on) as net:
         by_rank = net.launch(_rank, case, plans, inputs, reference, timeout_s=400.0)
-    simulated = replace(on, **(rates | case.device()))
     sizes: dict[str, Any] = {
         "heads": case.heads,
         "kv_heads": case.kv_heads,

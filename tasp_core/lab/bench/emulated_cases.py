@@ -20,7 +20,7 @@ from ...planning.plan import Plan
 from ...sequence.documents import Documents
 from ..emulation.device import CALL_S, CORE_TFLOPS
 from ..emulation.wiring import PROCESSOR, emulated
-from .document_lengths import row_lengths
+from .document_lengths import NAMES, row_lengths
 from .figures import Result, ccr, median, total
 from .passes import DIRECTIONS, MODES, Mode
 
@@ -124,6 +124,53 @@ NODES = (
 )
 
 
+def peers(node_size: int) -> tuple[Method, ...]:
+    """The methods that HSAP is published against, and the others of this package, on nodes of ranks.
+
+    USP is Ulysses inside nodes and a ring between them; HSAP is Ulysses inside nodes and SAP between them.
+    """
+    return (
+        Method("Zigzag-Ring", "ring", "zigzag"),
+        Method("Zigzag-TASP", "tasp", "zigzag"),
+        Method("all-gather", "all_gather", "per_document"),
+        Method("DistFlashAttn", "helper", "contiguous"),
+        Method("Ulysses", "ring", "balanced", intra=8),
+        Method("USP", "ring", "zigzag", intra=node_size),
+        Method("SAP", "sap", "balanced"),
+        Method("HSAP", "sap", "balanced", intra=node_size),
+    )
+
+
+PEER_TOKENS, PEER_TFLOPS = 8192, 0.02
+# a few long documents, each followed by many short ones, as where images stand among texts
+LONG_AND_SHORT = (1536, *[32] * 16) * 4
+
+
+def peer_cases() -> list[Case]:
+    """Every kind of packed sequence on two nodes of four ranks, two of them on four nodes of two."""
+    rows = {n: tuple(row_lengths(n, PEER_TOKENS, 1000).tolist()) for n in NAMES}
+    rows["long and short"] = LONG_AND_SHORT
+    places = [("mesh4x2", 4, name) for name in rows]
+    places += [("mesh2x4", 2, name) for name in ("sft", "giant")]
+    whole: tuple[Mode, ...] = ("whole",)
+    return [
+        Case(
+            f"peers, {name}",
+            machine,
+            64.3,
+            rows[name],
+            peers(node_size),
+            heads=8,
+            kv_heads=8,
+            backward=True,
+            modes=whole,
+            repeats=2,
+            tflops=PEER_TFLOPS,
+        )
+        for machine, node_size, name in places
+    ]
+
+
 def cases(*, quick: bool = False) -> list[Case]:
     """All cases, or one small one of each kind."""
     masks = ((False, FULL), (True, CAUSAL))
@@ -161,7 +208,7 @@ def cases(*, quick: bool = False) -> list[Case]:
     on_devices = [replace(case, tflops=CORE_TFLOPS) for case in (packed, nodes)]
     if quick:
         return [mesh[2], devices[3], volume[0], replace(on_devices[1], lengths=(512,), repeats=2)]
-    return [*mesh, *devices, *volume, packed, nodes, *on_devices]
+    return [*mesh, *devices, *volume, packed, nodes, *on_devices, *peer_cases()]
 
 
 DEVICES, CORES = "a device a rank", "ranks share cores"
@@ -195,6 +242,7 @@ def goals_of(cases: list[Result]) -> list[Goal]:
     goals += _mesh(groups.get("mesh", []), CORES)
     goals += [goal for case in groups.get("packed", []) for goal in _packed(case)]
     goals += [goal for case in groups.get("nodes", []) for goal in _nodes(case)]
+    goals += _peers([case for name in groups if name.startswith("peers") for case in groups[name]])
     for where in (DEVICES, CORES):
         errors = [abs(gap) for _, gap in gaps(c for c in cases if _kernels_on(c) == where)]
         if errors:
@@ -256,6 +304,15 @@ def _nodes(case: Result) -> Iterable[Goal]:
         yield Goal("two nodes, wave's communication over the cut bound", 1.15, over, False)
 
 
+def _peers(cases: list[Result]) -> Iterable[Goal]:
+    """HSAP against its published competitors, over all their cases; SAP where that is quicker."""
+    for other in ("Ulysses", "DistFlashAttn", "USP") if cases else ():
+        gains = [
+            max(_gain(case, "whole", ours, other) for ours in ("HSAP", "SAP")) for case in cases
+        ]
+        yield Goal(f"HSAP or SAP against {other}, packed sequences on nodes", 1.0, min(gains))
+
+
 def _kernels_on(case: Result) -> str:
     return DEVICES if case["config"].get("tflops") else CORES
 
@@ -293,6 +350,12 @@ def table(case: Result) -> str:
     for method in case["methods"]:
         for direction in DIRECTIONS:
             communication, computation, both = (f"{mode} {direction}" for mode in MODES)
+            if both in method["samples"] and communication not in method["samples"]:
+                gain = median(baseline, both) / median(method, both)
+                lines.append(
+                    f"{method['label']:<13} {direction[0]} {'':>46} {_span(method, both):>21} "
+                    f"{method['predicted'][both]:>9.3f} {gain:>6.2f}"
+                )
             if communication not in method["samples"]:
                 continue
             measured = {name: median(method, name) for name in (communication, computation, both)}

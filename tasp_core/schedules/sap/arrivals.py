@@ -2,8 +2,9 @@
 
 A step lasts as long as its slowest rank computes, so a pass takes about the sum over its steps of the
 largest work of any rank. Shares of equal size are not equal work: the first keys of a document are seen by
-more queries than the last ones. So a share goes into the step in which the ranks that need it have the
-least to compute so far, among the steps in which their buffers have room for it.
+more queries than the last ones. And a step lasts as long as its busiest link carries. So a share goes into
+the step in which the ranks that need it have the least to compute so far and its link carries least, among
+the steps in which their buffers have room for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from ..counts import load_table
 
 STEPS_PER_DEAL = 4  # one share of this many steps' shares is placed at a time
-EVENNESS_OF_SENDERS = 4  # even work of receivers counts this many times as much as even sending
+LOADS = 3  # even loads of links and NICs count this many times as much as even work
 
 
 class Arrivals(NamedTuple):
@@ -70,7 +71,7 @@ def place_arrivals(
         if len(rows):
             few = Arrivals(*(column[rows] for column in arrivals))
             _, first, group = np.unique(key[rows], return_index=True, return_inverse=True)
-            step = loads.place(_Groups.of(few, first, group, members), budget)
+            step = loads.place(_Groups.of(few, first, group, members), node_size, budget)
             result[rows] = step[group] + handed_on[rows]
     return result
 
@@ -112,18 +113,18 @@ class _Loads:
     """What ranks compute, receive and send in each step, by what has been placed so far.
 
     Attributes:
-        work: int64 [ranks, compute steps]. received, sent: tokens, int64 [ranks, communication steps].
+        work: int64 [ranks, compute steps]. received: tokens, int64 [ranks, communication steps].
         written: whether a visit's outputs are written in a compute step anyway, bool [visits, steps].
     """
 
     def __init__(self, ranks: int, steps: int, visit_rows: np.ndarray, evenly: bool) -> None:
         self.evenly = evenly
         self.work = np.zeros((ranks, steps + 1), dtype=np.int64)
-        self.received, self.sent = np.zeros((2, ranks, steps), dtype=np.int64)
+        self.received = np.zeros((ranks, steps), dtype=np.int64)
         self.visit_rows = visit_rows
         self.written = np.zeros((len(visit_rows), steps + 1), dtype=bool)
 
-    def place(self, groups: _Groups, budget: int) -> np.ndarray:
+    def place(self, groups: _Groups, node_size: int, budget: int) -> np.ndarray:
         """The step in which each group's share leaves its owner, int64 [groups].
 
         All places take their largest group at once, then their next one, and so on.
@@ -136,9 +137,8 @@ class _Loads:
         groups, members = groups.at(by_place[order]), groups.work.shape[1]
         rank = groups.place[:, None] * members + np.arange(members)
         late = int(groups.delay.max())
-        # weights that make even work and even sending comparable: what each would be if it were even
         all_work = load_table((len(self.work),), rank.ravel(), amount=groups.work.ravel())
-        all_sent = load_table((len(self.work),), groups.owner, amount=groups.size)
+        carriers = _Carriers.of(groups, self.received.shape[1], node_size)
         # with many steps, some groups of each place are dealt out at once, one to each of its best steps
         deal = max(1, self.received.shape[1] // STEPS_PER_DEAL)
         bounds = np.searchsorted(turn[order], np.arange(0, turn.max() + deal + 1, deal)).tolist()
@@ -148,15 +148,19 @@ class _Loads:
             while len(left):
                 _, first, at = np.unique(groups.place[left], return_index=True, return_inverse=True)
                 lead, who = groups.at(left[first]), rank[left[first]]
-                cost, free = self._costs(lead, who, late, budget, all_work, all_sent)
+                cost, free = self._costs(lead, who, late, budget, all_work)
+                if self.evenly:
+                    cost += LOADS * carriers.cost(left[first], cost.shape[1])
                 if not np.isfinite(cost).any(axis=1).all():
                     self._add_step()
+                    carriers.add_step()
                     continue
                 nth = _number_within(at)
                 step = cost.argsort(axis=1, kind="stable")[at, np.minimum(nth, cost.shape[1] - 1)]
                 # beside the first, one that is handed on and one that arrives may meet at a rank
                 fits = (nth == 0) | ((nth < cost.shape[1]) & (free[at, step] >= 2 * largest))
                 self._add(groups.at(left[fits]), rank[left[fits]], step[fits])
+                carriers.add(left[fits], step[fits], groups.size[left[fits]])
                 result[by_place[order[left[fits]]]] = step[fits]
                 left = left[~fits]
         return result
@@ -168,9 +172,8 @@ class _Loads:
         late: int,
         budget: int,
         all_work: np.ndarray,
-        all_sent: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How much each step gets out of balance, inf where a group does not fit; and the room there."""
+        """How uneven each step's work would get, inf where a group does not fit; and the room there."""
         steps = self.received.shape[1] - late
         at = np.arange(steps) + now.delay[:, :, None]
         who = rank[:, :, None]
@@ -185,9 +188,7 @@ class _Loads:
         # the increase of the sum of squares, over what it would be if all steps were even
         rise = (more * (self.work[who, at + 1] + more / 2)).sum(axis=1)
         even = np.maximum(1.0, (now.work * (all_work[rank] / steps)).sum(axis=1))
-        sent = self.sent[now.owner, :steps] / (all_sent[now.owner, None] / steps)
-        cost = rise / even[:, None] + sent / EVENNESS_OF_SENDERS
-        return np.where(full, np.inf, cost), room.min(axis=1)
+        return np.where(full, np.inf, rise / even[:, None]), room.min(axis=1)
 
     def _more(self, now: _Groups, at: np.ndarray) -> np.ndarray:
         """What each member would compute more in each step, float64 [groups, members, steps]."""
@@ -203,14 +204,51 @@ class _Loads:
         np.add.at(self.work, (rank[comes], at[comes] + 1), more[comes])
         size = np.broadcast_to(now.size[:, None], at.shape)
         np.add.at(self.received, (rank[comes], at[comes]), size[comes])
-        np.add.at(self.sent, (now.owner, step), now.size)
         self.written[now.visit[comes], at[comes] + 1] = True
 
     def _add_step(self) -> None:
-        self.work, self.received, self.sent, self.written = (
+        self.work, self.received, self.written = (
             np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
-            for x in (self.work, self.received, self.sent, self.written)
+            for x in (self.work, self.received, self.written)
         )
+
+
+class _Carriers:
+    """What links and NICs carry in each step: inside nodes a link per pair of ranks, else the owner's NIC.
+
+    Attributes:
+        carrier: of each group, its number. whole: tokens of each carrier, int64 [carriers].
+        carried: tokens, int64 [carriers, communication steps].
+    """
+
+    def __init__(self, carrier: np.ndarray, whole: np.ndarray, steps: int) -> None:
+        self.carrier, self.whole = carrier, whole
+        self.carried = np.zeros((len(whole), steps), dtype=np.int64)
+
+    @classmethod
+    def of(cls, groups: _Groups, steps: int, node_size: int) -> _Carriers:
+        """The carriers of these groups; one rank of a place of several brings in what comes to it."""
+        inside = (groups.place // node_size == groups.owner // node_size) & (
+            groups.work.shape[1] == 1
+        )
+        key = groups.owner * (1 + int(groups.place.max())) + np.where(inside, groups.place, 0)
+        _, carrier = np.unique(2 * key + inside, return_inverse=True)
+        return cls(
+            carrier, load_table((int(carrier.max()) + 1,), carrier, amount=groups.size), steps
+        )
+
+    def cost(self, group: np.ndarray, steps: int) -> np.ndarray:
+        """What the carriers of groups carry so far, over what they would if all steps were even."""
+        carrier = self.carrier[group]
+        return self.carried[carrier, :steps] / (self.whole[carrier, None] / steps)
+
+    def add(self, group: np.ndarray, step: np.ndarray, size: np.ndarray) -> None:
+        """Count groups in the steps that they have got."""
+        np.add.at(self.carried, (self.carrier[group], step), size)
+
+    def add_step(self) -> None:
+        """One more step."""
+        self.carried = np.concatenate([self.carried, 0 * self.carried[:, :1]], axis=1)
 
 
 def _number_within(group: np.ndarray) -> np.ndarray:

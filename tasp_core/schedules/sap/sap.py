@@ -295,14 +295,12 @@ class Sap(Routed):
     def _placed(self, routes: Routes, machine: Machine) -> Compiled:
         """When ranks compute on their own KV, on a machine."""
         own, shares = self._own_work, self._requirements.shares
-        order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
-        own = OwnWork(*(column[order] for column in own))
         own_steps = np.zeros((2, self.ranks, self.num_shares), dtype=np.int64)
         price = least = 0
         for backward, pair in ((False, FORWARD_PAIR), (True, BACKWARD_PAIR)):
             prices = Prices.of(machine, backward=backward)
             step, cost, busiest_rank = place_own(self._pass(routes, prices, backward=backward), own)
-            own_steps[int(backward), shares.owner[order], shares.number[order]] = step
+            own_steps[int(backward), shares.owner, shares.number] = step
             price, least = price + pair * cost, least + pair * busiest_rank
         own_steps.setflags(write=False)
         return Compiled(routes, own_steps, price, least, 0)
@@ -402,7 +400,7 @@ class Sap(Routed):
 
     @cached_property
     def _own_work(self) -> OwnWork:
-        """All shares' queries with own KV, those with the fewest pairs per query of each rank first."""
+        """All shares' queries with own KV."""
         requirements, shares = self._requirements, self._requirements.shares
         visit = self._visit_of(shares.owner, shares.doc)
         return OwnWork(shares.owner, requirements.own_work, shares.size, visit)
