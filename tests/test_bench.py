@@ -14,6 +14,7 @@ import tasp_core as tasp
 from tasp_core.costs.bytes import BACKWARD, FORWARD
 from tasp_core.errors import PlanError
 from tasp_core.lab.bench import attention as attention_bench
+from tasp_core.lab.bench import steps as steps_bench
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank
 from tasp_core.lab.bench.attention import Config, remote_unused, sampled_gap, too_fast
 from tasp_core.lab.bench.collect import collect, write_csv
@@ -24,6 +25,7 @@ from tasp_core.lowering.lower import lower
 from tasp_core.runtime.exchange import GlooExchange
 from tasp_core.runtime.packing import packed_messages, put_rows, take_rows
 from visualize.curves import PUBLISHED, curves, gains
+from visualize.peers import peers, totals
 
 DOCS = tasp.Documents.of([96])
 INPUTS = Inputs.random(96, 4, 2, 16)
@@ -284,3 +286,61 @@ def test_result_files_become_one_table_and_curves(tmp_path):
     ]
     with pytest.raises(PlanError, match="no result file"):
         collect(tmp_path / "nowhere")
+
+
+def compared(name: str, machine: str, **seconds: float) -> dict:
+    """A case that compares methods, of whole passes only, as `fabric bench` writes it."""
+    methods = [
+        {
+            "label": label,
+            "samples": {"whole forward": [x, x], "whole backward": [2 * x, 2 * x]},
+            "predicted": {"whole forward": x, "whole backward": 2 * x, "bound forward": None},
+        }
+        for label, x in seconds.items()
+    ]
+    config = {"group": f"peers, {name}", "lengths": [8, 56], "ranks": 8, "tflops": 0.02}
+    return {
+        "title": f"peers, {name}: {machine}@64.3Mbit, 64 tokens in 2 documents, causal",
+        "methods": methods,
+        "config": config,
+    }
+
+
+def test_methods_compared_on_packed_sequences(tmp_path):
+    seconds = {"Zigzag-Ring": 9.0, "DistFlashAttn": 2.0, "Ulysses": 1.5, "USP": 3.0}
+    one = compared("sft", "mesh4x2", **seconds, SAP=0.6, HSAP=0.5)
+    other = compared("giant", "mesh2x4", **seconds, SAP=1.2, HSAP=1.6)
+    goals = {g.text.split(",")[0]: g.found for g in goals_of([one, other])}
+    assert goals["HSAP or SAP against Ulysses"] == pytest.approx(1.25)
+    assert goals["HSAP or SAP against DistFlashAttn"] == pytest.approx(2.0 / 1.2)
+    assert "0.500 [0.500 0.500]" in table(one)
+    assert table(one).count("\n") == 12
+    result(tmp_path / "a.json", "fabric", cases=[one, other])
+    found, _ = collect(tmp_path)
+    assert totals(found)[one["title"]]["HSAP"] == pytest.approx(1.5)
+    figure = peers(found)
+    assert figure.svg.count('class="measured"') == 12
+    assert "3.00 x as fast" in figure.svg
+    assert "1.25 x as fast" in figure.svg
+    assert peers([]) is None
+    titles = [str(c) for c in cases() if c.group.startswith("peers")]
+    assert len(titles) == len(set(titles)) == 7
+
+
+def test_steps_are_simulated_by_buffers_and_by_their_number(monkeypatch):
+    for name, value in (("MACHINES", ("mesh4",)), ("MANY_RANKS", "mesh2x2"), ("TOKENS", 4096)):
+        monkeypatch.setattr(steps_bench, name, value)
+    monkeypatch.setattr(steps_bench, "LONG", 8192)
+    lines: list[str] = []
+    tables = steps_bench.steps(lines.append)["tables"]
+    assert {name: len(rows) for name, rows in tables.items()} == {
+        "buffers, balanced": 16,
+        "buffers, contiguous": 16,
+        "long": 8,
+        "steps": 10,
+    }
+    assert len(lines) == 1 + 16 + 16 + 8 + 10
+    for row in tables["buffers, balanced"]:
+        assert row["peak_travelling_kv"] <= int(row["varied"].split()[0])
+        assert row["forward"]["over_bound"] >= 1 - 1e-9
+        assert row["total_s"] == row["forward"]["total_s"] + row["backward"]["total_s"]
