@@ -324,7 +324,7 @@ def test_methods_compared_on_packed_sequences(tmp_path):
     assert "1.25 x as fast" in figure.svg
     assert peers([]) is None
     titles = [str(c) for c in cases() if c.group.startswith("peers")]
-    assert len(titles) == len(set(titles)) == 7
+    assert len(titles) == len(set(titles)) == 6
 
 
 def test_steps_are_simulated_by_buffers_and_by_their_number(monkeypatch):
