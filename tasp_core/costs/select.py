@@ -111,6 +111,7 @@ def select(
     layout: str = AUTO,
     intra: int | None = None,
     buffer_bytes: float = float("inf"),
+    executor: str = "steps",
 ) -> Choice:
     """The plan with the least simulated time, forward or, with `backward`, of both passes.
 
@@ -121,6 +122,7 @@ def select(
         backward: add the time of the backward pass.
         schedule, layout, intra: a fixed one; default: all that may win.
         buffer_bytes: the most bytes that a rank may hold besides its own tensors.
+        executor: how programs run, as for `simulate`.
 
     Raises:
         PlanError: no candidate works; the message has each one's reason.
@@ -135,7 +137,16 @@ def select(
     machine = as_machine(machine)
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"dtype": dtype, "batch": batch}
-    asked = (machine, tuple(sizes.items()), schedule, layout, intra, backward, buffer_bytes)
+    asked = (
+        machine,
+        tuple(sizes.items()),
+        schedule,
+        layout,
+        intra,
+        backward,
+        buffer_bytes,
+        executor,
+    )
     candidates = _compared(docs, *asked)
     table = tuple(row for row, _ in candidates)
     works = [(row, made) for row, made in candidates if not row.excluded]
@@ -181,6 +192,7 @@ def _compared(
     intra: int | None,
     backward: bool,
     most: float,
+    executor: str,
     only: frozenset[tuple[str, str, int]] | None = None,
 ) -> list[tuple[Row, Any]]:
     """Candidates with their figures and plans, the quickest first, then the excluded ones."""
@@ -192,7 +204,7 @@ def _compared(
     for candidate in _candidates(docs, machine, kv_bytes, schedule, layout, intra):
         if only is not None and candidate[:3] not in only:
             continue
-        row, made = _measured(candidate, docs, machine, sizes, backward, most)
+        row, made = _measured(candidate, docs, machine, sizes, backward, most, executor)
         why = (row.schedule, row.intra, row.excluded)
         if not row.excluded or why not in said:  # one row for a reason that no layout changes
             compared.append((row, made))
@@ -237,7 +249,13 @@ def _candidates(
 
 
 def _measured(
-    row: Row, docs: Documents, machine: Machine, sizes: dict[str, Any], backward: bool, most: float
+    row: Row,
+    docs: Documents,
+    machine: Machine,
+    sizes: dict[str, Any],
+    backward: bool,
+    most: float,
+    executor: str,
 ) -> tuple[Row, Plan | None]:
     """The row with its figures and its plan, or with the reason why it is excluded."""
     if row.excluded:
@@ -253,7 +271,8 @@ def _measured(
             schedule_options=row.options or None,
         )
         passes = [
-            simulate(made, machine, **sizes, backward=b) for b in (False, True)[: 1 + backward]
+            simulate(made, machine, **sizes, backward=b, executor=executor)
+            for b in (False, True)[: 1 + backward]
         ]
     except ValueError as error:
         return row._replace(excluded=str(error)), None

@@ -28,13 +28,14 @@ import numpy as np
 
 from ..errors import PlanError
 from ..lowering.program import SMALL_BYTES
+from ..lowering.streams import EXECUTORS
 from ..machines.bounds import cut_bound, needed_bound
 from ..machines.machine import Machine
 from ..machines.presets import as_machine
 from ..planning.plan import OVER_NODES, Plan
 from ..planning.work import Work, work_of
-from ..schedules import DKV
-from ..schedules.counts import load_rows, load_table
+from ..schedules import DKV, KV
+from ..schedules.counts import last_uses, live_table, load_rows, load_table
 from .bytes import BACKWARD, FORWARD
 from .traffic import Sizes, Traffic, charge, gathered, sum_bytes, traffic_of, ulysses
 
@@ -112,6 +113,7 @@ def simulate(
     backward: bool = False,
     batch: int = 1,
     overlap: bool = True,
+    executor: str = "steps",
 ) -> Timeline:
     """Predict one pass of a plan.
 
@@ -123,6 +125,8 @@ def simulate(
         backward: whether the pass is the backward pass.
         batch: packed sequences of equal documents, which all follow the plan.
         overlap: whether a step computes while it communicates.
+        executor: as for `attention`: "steps", or "dependencies", with which messages run up to a step
+            ahead where buffers of two ranks' KV have room for it.
 
     Raises:
         PlanError: sizes that make no sense, a machine of another size, a plan too large.
@@ -134,6 +138,8 @@ def simulate(
     >>> round(t.comm_s * 1e6, 1)            # 7 steps of 1.024 MB over 64.3 GB/s, and of 10 us
     181.5
     """
+    if executor not in EXECUTORS:
+        raise PlanError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
     machine = _machine(plan, machine)
     sizes = Sizes.of(plan, heads, kv_heads, head_dim, dtype, batch)
     only_first = _only_first_rank(plan, machine)
@@ -166,7 +172,8 @@ def simulate(
         traffic = traffic._replace(src=np.zeros_like(traffic.src), dst=np.zeros_like(traffic.dst))
     gather_s = turns_s + float(together.seconds.max()) if len(together.seconds) else 0.0
     heads_s, head_bytes = ulysses(plan, machine, sizes, backward)
-    run = _Run(traffic, lasts, copied, gather_s, packed, overlap)
+    ahead = int(_room_ahead(plan.context_plan)) if executor == "dependencies" and overlap else None
+    run = _Run(traffic, lasts, copied, gather_s, packed, overlap, ahead)
     compute, comm, total_s = run.times(busy)
     comm_s = run.times(np.zeros_like(busy))[2]
     shape = (plan.ranks, steps, 2)
@@ -272,6 +279,7 @@ class _Run:
     gather_s: float  # seconds of an all-gather in step 0; 0 without one
     together: bool  # every step is one collective
     overlap: bool
+    ahead: int | None = None  # steps by which messages may run ahead; None: step by step
 
     def times(self, busy: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
         """(begin, end) of computing and of communication, by rank and step; when all ranks have ended.
@@ -282,6 +290,8 @@ class _Run:
         Returns:
             compute and comm, float64 [ranks, steps, 2]; seconds until the last rank has ended.
         """
+        if self.ahead is not None:
+            return self._by_dependencies(busy, self.ahead)
         ranks, steps = busy.shape
         compute, comm = np.zeros((2, ranks, steps, 2))
         ready = np.zeros(ranks)  # when each rank begins the step
@@ -304,6 +314,56 @@ class _Run:
             comm[:, t, 0], comm[:, t, 1] = ready, arrived
             ready = np.maximum(arrived, computed + self.copied[:, t] * self.overlap)
         return compute, comm, float(ready.max())
+
+    def _by_dependencies(
+        self, busy: np.ndarray, ahead: int
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """As `times`: a step's messages wait for those before them, and for rows to be free."""
+        ranks, steps = busy.shape
+        compute, comm = np.zeros((2, ranks, steps, 2))
+        arrived = np.zeros(ranks)  # when the messages so far have ended
+        computed = np.zeros(
+            (ranks, steps + 1)
+        )  # when the computation of each step ends; last: never
+        bounds = np.searchsorted(self.traffic.step, np.arange(steps + 1))
+        for t in range(steps):
+            rows = slice(*bounds[t : t + 2])
+            src, dst, lasts = self.traffic.src[rows], self.traffic.dst[rows], self.lasts[rows]
+            begin = np.maximum(computed[:, t - 1], arrived)  # of computing on what has arrived
+            free = computed[:, t - 1 - ahead] if t > ahead else np.zeros(ranks)
+            posted = np.maximum(arrived, free)
+            ended = posted + self.copied[:, t]
+            if self.together and len(lasts):
+                ended[:] = posted.max() + lasts.max()
+            else:
+                end = np.maximum(posted[src], posted[dst]) + lasts
+                np.maximum.at(ended, src, end)
+                np.maximum.at(ended, dst, end)
+            if t == 0 and self.gather_s:
+                ended[:] = posted.max() + self.gather_s
+            computed[:, t] = begin + busy[:, t] + self.copied[:, t]
+            compute[:, t, 0], compute[:, t, 1] = begin, begin + busy[:, t]
+            comm[:, t, 0], comm[:, t, 1] = posted, ended
+            arrived = ended
+        return compute, comm, float(max(arrived.max(), computed.max()))
+
+
+def _room_ahead(plan: Plan) -> bool:
+    """Whether all KV may arrive a step earlier without any rank holding more than that of two ranks."""
+    hops = plan.hops()
+    kv = hops.where(hops.kind == KV)
+    if plan.schedule.collective or not len(kv.step):
+        return False
+    n, shares, listed = plan.ranks, plan.schedule.num_shares, plan.schedule.offloaded
+    arrival = np.full((n, n, shares), -1)
+    arrival[kv.dst, kv.owner, kv.share] = kv.step
+    relayed = kv.where(kv.src != kv.owner)
+    sends = relayed.src, relayed.owner, relayed.share, relayed.step
+    last = last_uses(arrival + 1, sends, (listed.rank, listed.owner, listed.share, listed.step))
+    at = kv.dst, kv.owner, kv.share
+    size = plan.tokens_moved(kv)
+    live = live_table(n, kv.dst, np.maximum(0, kv.step - 1), last[at], size)
+    return bool(live.max() <= 2 * int(plan.layout.counts.max()))
 
 
 def _everywhere(machine: Machine, traffic: Traffic) -> dict[str, float]:

@@ -8,11 +8,17 @@ from .passes import lower_passes
 from .program import Program
 
 
-def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = False) -> Program:
+def lower(
+    plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = False, ahead: int = 0
+) -> Program:
     """One rank's Program for the forward or the backward pass; with `intra`, its group's.
 
     With keep_kv all KV that arrives in the forward pass stays for the backward pass, in which none
     travels: more memory, fewer bytes.
+
+    With `ahead`, messages may arrive so many steps before they are used: for an executor that does not
+    wait for each step to end. Buffers are larger then, up to the KV of two ranks; where that is not
+    enough, rows are those of ahead=0.
 
     Raises:
         LayoutError: the rank does not exist.
@@ -32,4 +38,11 @@ def lower(plan: Plan, rank: int, *, backward: bool = False, keep_kv: bool = Fals
     """
     if not 0 <= rank < plan.ranks:
         raise LayoutError(f"rank {rank} does not exist: ranks are 0..{plan.ranks - 1}")
-    return lower_passes(plan.context_plan, rank // plan.intra, backward=backward, keep_kv=keep_kv)
+    made = lower_passes(plan.context_plan, rank // plan.intra, backward=backward, keep_kv=keep_kv)
+    if ahead and not keep_kv:
+        more = lower_passes(
+            plan.context_plan, rank // plan.intra, backward=backward, keep_kv=False, ahead=ahead
+        )
+        most = 2 * int(plan.context_plan.layout.counts.max())
+        made = more if more.kv_buffer_rows <= max(most, made.kv_buffer_rows) else made
+    return made

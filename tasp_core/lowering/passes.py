@@ -118,6 +118,7 @@ class Draft:
 
     Attributes:
         keep_kv: whether the forward pass leaves received KV for the backward pass, where it stays put.
+        ahead: steps by which messages may arrive before their step: their rows are free as early.
         moves: all that the rank's hop table moves, by sub-chunk, in the order of the table.
         posted: the rows of `moves` that travel as messages. The others are moved by a collective, or
             are KV that the forward pass has kept.
@@ -128,6 +129,7 @@ class Draft:
     rank: int
     backward: bool
     keep_kv: bool
+    ahead: int
     moves: Moves
     posted: Moves
     kv_arrivals: Moves
@@ -148,7 +150,7 @@ class Draft:
 # ---- expand hops
 
 
-def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draft:
+def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool, ahead: int = 0) -> Draft:
     """What a rank moves and which of its queries attend to which KV, after which arrival.
 
     Raises:
@@ -178,6 +180,7 @@ def expand_hops(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Draf
         rank,
         backward,
         keep_kv,
+        ahead,
         moves,
         posted,
         kv_arrivals,
@@ -294,10 +297,11 @@ def _kv_rows(draft: Draft) -> tuple[Place, int, int]:
     np.maximum.at(latest, arrivals.step, death)
     together = latest[arrivals.step]
     first = plan.subchunks.pieces.start[plan.subchunks.first[arrivals.subchunk]]
+    birth = np.maximum(0, arrivals.step - draft.ahead)
     # what arrives together lies end to end until the last of it dies, unless that takes more rows
     deaths = [together] if (together == death).all() else [together, death]
     kv_rows, count = min(
-        (place(arrivals.subchunk, arrivals.step, d, arrivals.count, first, tokens) for d in deaths),
+        (place(arrivals.subchunk, birth, d, arrivals.count, first, tokens) for d in deaths),
         key=lambda placed: placed[1],
     )
     return kv_rows, count, 0
@@ -311,9 +315,8 @@ def _query_rows(draft: Draft) -> tuple[Place, int]:
     sends = moves.at(leaves & (moves.src == draft.rank))
     death = last_use(arrivals.subchunk, draft.times.q_use, sends.subchunk, sends.step)
     death = last_use(arrivals.subchunk, death, *_remote_pairs(draft, 0))
-    return place(
-        arrivals.subchunk, arrivals.step, death, arrivals.count, arrivals.subchunk, draft.tokens
-    )
+    birth = np.maximum(0, arrivals.step - draft.ahead)
+    return place(arrivals.subchunk, birth, death, arrivals.count, arrivals.subchunk, draft.tokens)
 
 
 def _remote_pairs(draft: Draft, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -343,9 +346,12 @@ def pack_messages(draft: Draft) -> Draft:
     """
     assert draft.times is not None
     messages = []
+    most = [_most_received(draft, kinds) for kinds in SUMS]
     for step in range(draft.times.num_steps):
         here = draft.posted.during(step)
-        recvs, add, merge = _receives(draft, here.at(here.dst == draft.rank))
+        # what arrives early must not meet what is still being added up: steps take turns
+        base = [step % (1 + draft.ahead) * rows for rows in most]
+        recvs, add, merge = _receives(draft, here.at(here.dst == draft.rank), base)
         sends = here.at(here.src == draft.rank)
         low = _first_rows(draft, sends)
         partial = sends.kind == OUT
@@ -367,17 +373,30 @@ def _first_rows(draft: Draft, moves: Moves) -> np.ndarray:
     return low
 
 
-def _receives(draft: Draft, moves: Moves) -> tuple[tuple[Message, ...], Runs, Runs]:
+SUMS = ((DKV,), (OUT, DQ))  # kinds that arrive in a receive buffer, by buffer
+
+
+def _most_received(draft: Draft, kinds: tuple[int, ...]) -> int:
+    """The most rows of these kinds that this rank receives in a step."""
+    moves = draft.posted
+    here = moves.at((moves.dst == draft.rank) & np.isin(moves.kind, kinds))
+    return int(np.bincount(here.step, here.count, minlength=1).max())
+
+
+def _receives(
+    draft: Draft, moves: Moves, base: list[int]
+) -> tuple[tuple[Message, ...], Runs, Runs]:
     """A step's received messages, then `Posted.add` and `Posted.merge`.
 
-    Gradients and partial results arrive in a receive buffer of their own, end to end from row 0 on, and
-    are added from there. KV and queries arrive where they are kept.
+    Gradients and partial results arrive in a receive buffer of their own, end to end from row `base` on,
+    and are added from there. KV and queries arrive where they are kept.
     """
     target = _first_rows(draft, moves)
     low, runs = target.copy(), []
-    for of_kind in (moves.kind == DKV, (moves.kind == OUT) | (moves.kind == DQ)):
+    for kinds, first in zip(SUMS, base, strict=True):
+        of_kind = np.isin(moves.kind, kinds)
         count = moves.count[of_kind]
-        low[of_kind] = np.cumsum(count) - count
+        low[of_kind] = first + np.cumsum(count) - count
         own_first = np.argsort(moves.owner[of_kind] != draft.rank, kind="stable")
         columns = (low[of_kind], target[of_kind], count)
         runs.append(join_runs(*(c[own_first] for c in columns)) if len(count) else NO_RUNS)
@@ -478,13 +497,7 @@ def emit(draft: Draft) -> Program:
     made = [i for step in range(times.num_steps) for i in _step(draft, step)]
     phase = {kind: number for number, kind in enumerate(PHASES)}
     made.sort(key=lambda i: (i.step, phase[type(i)]))
-    received = [  # the most rows of `dkv_recv`, and of `partial_recv`, that a step fills
-        max(
-            (int(runs.count.sum()) for runs in (getattr(p, name) for p in draft.messages)),
-            default=0,
-        )
-        for name in ("add", "merge")
-    ]
+    received = [(1 + draft.ahead) * _most_received(draft, kinds) for kinds in SUMS]
     return Program(
         draft.rank,
         plan.ranks,
@@ -616,9 +629,11 @@ def buffer_rows(program: Program) -> dict[str, int]:
 PASSES: tuple[Callable[[Draft], Draft], ...] = (order, assign_rows, pack_messages, kernel_calls)
 
 
-def lower_passes(plan: Plan, rank: int, *, backward: bool, keep_kv: bool) -> Program:
+def lower_passes(
+    plan: Plan, rank: int, *, backward: bool, keep_kv: bool, ahead: int = 0
+) -> Program:
     """One rank's program of a context-parallel plan: all passes, one after the other."""
-    draft = expand_hops(plan, rank, backward=backward, keep_kv=keep_kv)
+    draft = expand_hops(plan, rank, backward=backward, keep_kv=keep_kv, ahead=ahead)
     for one in PASSES:
         draft = one(draft)
     return insert_frees(emit(draft), keep_kv=keep_kv)

@@ -41,6 +41,7 @@ def attention(
     grad_comm_dtype: torch.dtype | None = None,
     keep_kv: bool = False,
     tokens: Tensor | None = None,
+    executor: str = "steps",
 ) -> Any:
     """Attention of a packed sequence whose tokens are spread over the ranks of `group` by `plan`.
 
@@ -62,6 +63,9 @@ def attention(
             relaying schedules. Default: no.
         tokens: [t] int64, the id of the token in each row, plan.tokens(rank) if the order is right;
             compared with the plan. Default: the order is not checked.
+        executor: "steps": a step's messages travel while it is computed, then comes the next step.
+            "dependencies" (CPUs): messages run on a thread of their own, up to a step ahead where buffers
+            of two ranks' KV have room, so that ranks wait less where steps are not even. Same results.
 
     Returns:
         out [t, Hq, Dv] or [B, t, Hq, Dv] in q's dtype. Differentiable once, in q, k and v.
@@ -102,6 +106,7 @@ def attention(
         grad_comm_dtype=grad_comm_dtype,
         keep_kv=keep_kv,
         tokens=tokens,
+        executor=executor,
     )
 
 
@@ -118,6 +123,7 @@ def _attention(
     grad_comm_dtype: torch.dtype | None,
     keep_kv: bool,
     tokens: Tensor | None,
+    executor: str,
 ) -> Any:
     """The call: validate, agree with the other ranks, run the pass; arguments and errors of `attention`."""
     import torch
@@ -129,7 +135,9 @@ def _attention(
     exchange = _exchange(group, plan, q.device if isinstance(q, torch.Tensor) else None)
     rank, group_size = (exchange.group_rank, exchange.group_size) if exchange else (0, 1)
     error = validation_error(q, k, v, plan, rank, group_size, kernel)
-    error = error or option_error(scale, grad_comm_dtype) or order_error(tokens, plan, rank)
+    device = q.device.type if isinstance(q, torch.Tensor) else "cpu"
+    error = error or option_error(scale, grad_comm_dtype, executor, device)
+    error = error or order_error(tokens, plan, rank)
     signature: dict[str, str] = {}  # of the backward pass
     if exchange and group_size > 1:
         error = error or exchange.carriage_error(q.device)
@@ -155,6 +163,7 @@ def _attention(
         bool(keep_kv),
         _ulysses(exchange, plan, q, k) if exchange and plan.intra > 1 else None,
         signature,
+        executor == "dependencies" and exchange is not None,
     )
     out, lse = Attention.apply(context, q, k, v)
     if batched:

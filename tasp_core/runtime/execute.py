@@ -48,6 +48,7 @@ from ..lowering.program import (
 from ..planning.plan import Plan
 from ..schedules import EXCHANGES
 from ..sequence.layouts import ranges
+from . import dependencies
 from .exchange import Exchange
 from .merge import merge_
 from .packing import Buffers
@@ -58,10 +59,16 @@ MANY = 8  # from so many runs on, rows are indexed in one operation instead of r
 
 @lru_cache(maxsize=128)
 def program_of(
-    plan: Plan, rank: int, *, backward: bool, keep_kv: bool = False, computes: bool = True
+    plan: Plan,
+    rank: int,
+    *,
+    backward: bool,
+    keep_kv: bool = False,
+    computes: bool = True,
+    ahead: int = 0,
 ) -> Program:
     """The rank's lowered program, cached; without `computes` its exchange alone, no ATTEND."""
-    program = lower(plan, rank, backward=backward, keep_kv=keep_kv)
+    program = lower(plan, rank, backward=backward, keep_kv=keep_kv, ahead=ahead)
     if computes:
         return program
     rest = (i for i in program.instructions if not isinstance(i, Attend))
@@ -77,6 +84,8 @@ class Context:
         exchange: the ranks that share a packed sequence; None: this process alone.
         ulysses: the exchange of heads for tokens around it, with `intra` above 1.
         signature: what all ranks must agree on before the backward pass exchanges anything.
+        by_dependencies: whether instructions run as soon as what they depend on has ended
+            (dependencies.py), and not step by step.
     """
 
     plan: Plan
@@ -88,6 +97,7 @@ class Context:
     keep_kv: bool = False
     ulysses: Ulysses | None = None
     signature: Mapping[str, str] | None = None
+    by_dependencies: bool = False
 
     def program(self, *, backward: bool) -> Program:
         return program_of(
@@ -96,6 +106,7 @@ class Context:
             backward=backward,
             keep_kv=self.keep_kv,
             computes=self.kernel.computes,
+            ahead=int(self.by_dependencies),
         )
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
@@ -120,7 +131,6 @@ class Context:
         Raises:
             PlanError: an exchange that is not known.
         """
-        self.kernel.finish()
         if self.exchange is None or self.plan.ranks == 1:
             return lambda: None
         step = instruction.step
@@ -193,9 +203,8 @@ class _Keys:
 class Executor:
     """Runs instructions one after the other; the two subclasses below define those that compute.
 
-    SEND and RECV list messages, POST starts those listed, WAIT waits for them. An executor that overlaps
-    more than that is another class with the same methods. The instructions' `reads` and `writes` say which
-    of them depend on each other.
+    SEND and RECV list messages, POST starts those listed, WAIT waits for them. With
+    `ctx.by_dependencies` messages and computations run beside each other (dependencies.py).
     """
 
     def __init__(self, ctx: Context, program: Program, buffers: Buffers) -> None:
@@ -206,9 +215,18 @@ class Executor:
 
     def run(self) -> None:
         """Run the program to its end."""
-        for instruction in self.program.instructions:
-            METHODS[type(instruction)](self, instruction)
+        if self.ctx.by_dependencies:
+            dependencies.run(self, self.perform)
+        else:
+            for instruction in self.program.instructions:
+                if isinstance(instruction, Post | AllGather):
+                    self.ctx.kernel.finish()
+                self.perform(instruction)
         self.ctx.kernel.finish()
+
+    def perform(self, instruction: Instruction) -> None:
+        """Run one instruction."""
+        METHODS[type(instruction)](self, instruction)
 
     def send(self, instruction: Send) -> None:
         self.sends.append(instruction.message)

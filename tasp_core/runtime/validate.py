@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..lowering.streams import EXECUTORS
 from ..planning.heads import split_heads
 from ..planning.plan import Plan
 
@@ -124,9 +125,20 @@ def validation_error(
     return ""
 
 
-def option_error(scale: float | None, grad_comm_dtype: torch.dtype | None) -> str:
-    """What is wrong with the options, or ""."""
+def option_error(
+    scale: float | None, grad_comm_dtype: torch.dtype | None, executor: str, device: str
+) -> str:
+    """What is wrong with the options, or "".
+
+    Args:
+        device: the type of the tensors' device.
+    """
     import torch
+
+    if executor not in EXECUTORS:
+        return f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}"
+    if executor == "dependencies" and device != "cpu":
+        return f'executor="dependencies" is for CPUs, the tensors are on {device}; leave it out'
 
     if scale is not None and not (isinstance(scale, int | float) and abs(scale) < float("inf")):
         return f"scale must be a finite number or None (head dim ** -0.5), got {scale!r}"

@@ -156,7 +156,7 @@ def peer_cases() -> list[Case]:
     rows["long and short"] = LONG_AND_SHORT
     places = [("mesh4x2", 4, name) for name in rows]
     places += [("mesh2x4", 2, "sft")]
-    whole: tuple[Mode, ...] = ("whole",)
+    modes: tuple[Mode, ...] = ("whole",)
     return [
         Case(
             f"peers, {name}",
@@ -167,7 +167,7 @@ def peer_cases() -> list[Case]:
             heads=8,
             kv_heads=8,
             backward=True,
-            modes=whole,
+            modes=modes,
             repeats=1,
             tflops=PEER_TFLOPS,
         )

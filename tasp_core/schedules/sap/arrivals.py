@@ -217,13 +217,13 @@ class _Carriers:
     """What links and NICs carry in each step: inside nodes a link per pair of ranks, else the owner's NIC.
 
     Attributes:
-        carrier: of each group, its number. whole: tokens of each carrier, int64 [carriers].
-        carried: tokens, int64 [carriers, communication steps].
+        carrier: of each group, its number. tokens: of each carrier, in all steps, int64 [carriers].
+        carried: tokens by step, int64 [carriers, communication steps].
     """
 
-    def __init__(self, carrier: np.ndarray, whole: np.ndarray, steps: int) -> None:
-        self.carrier, self.whole = carrier, whole
-        self.carried = np.zeros((len(whole), steps), dtype=np.int64)
+    def __init__(self, carrier: np.ndarray, tokens: np.ndarray, steps: int) -> None:
+        self.carrier, self.tokens = carrier, tokens
+        self.carried = np.zeros((len(tokens), steps), dtype=np.int64)
 
     @classmethod
     def of(cls, groups: _Groups, steps: int, node_size: int) -> _Carriers:
@@ -240,7 +240,7 @@ class _Carriers:
     def cost(self, group: np.ndarray, steps: int) -> np.ndarray:
         """What the carriers of groups carry so far, over what they would if all steps were even."""
         carrier = self.carrier[group]
-        return self.carried[carrier, :steps] / (self.whole[carrier, None] / steps)
+        return self.carried[carrier, :steps] / (self.tokens[carrier, None] / steps)
 
     def add(self, group: np.ndarray, step: np.ndarray, size: np.ndarray) -> None:
         """Count groups in the steps that they have got."""
