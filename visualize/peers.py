@@ -64,9 +64,9 @@ def peers(table: Sequence[Any]) -> Figure | None:
         for method, value in sorted(by_method.items(), key=lambda item: item[0] in OURS):
             at = complex(NAMES + axis.at(value), y)
             marks.append(disc(at, 7 + 2 * (method in OURS), fill=tone[method], name="measured"))
-        ours = min(value for method, value in by_method.items() if method in OURS)
+        ours = [value for method, value in by_method.items() if method in OURS]
         others = [value for method, value in by_method.items() if method not in OURS]
-        gain = f"{min(others) / ours:.2f} x as fast" if others else ""
+        gain = f"{min(others) / min(ours):.2f} x as fast" if ours and others else ""
         marks.append(small(complex(INNER - RIGHT + 16, y), gain, "start"))
         facts.append(
             f"{_named(case)}: " + ", ".join(f"{m} {seconds(x)}" for m, x in by_method.items())

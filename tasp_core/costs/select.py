@@ -242,7 +242,8 @@ def _candidates(
             yield Row(name, place, a, {}, excluded=unsuited)
             continue
         options: Iterable[dict[str, Any]] = ({},)
-        if known and not alone and (m % a == 0 or (a % m == 0 and n % a == 0)):
+        over_nodes = machine.homogeneous and a % m == 0 and n % a == 0
+        if known and not alone and (m % a == 0 or over_nodes):
             options = known.candidates(between_groups(machine, a), kv_bytes)
         for tried in options:
             yield Row(name, place, a, tried, heads_alone=alone and a > 1)

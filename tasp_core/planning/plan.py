@@ -439,23 +439,15 @@ def between_groups(machine: Machine, intra: int) -> Machine:
         return machine
     if intra > m and machine.homogeneous and intra % m == 0 and n % intra == 0:
         name = f"{machine.name}/{intra}{OVER_NODES}"
-        nic_gbps = machine.nic_gbps * (machine.nics or m) / m
-        return replace(
-            machine,
-            name=name,
-            node_size=1,
-            num_nodes=n // intra,
-            nic_gbps=nic_gbps,
-            nics=0,
-            buses=(),
-        )
+        return replace(machine, name=name, node_size=1, num_nodes=n // intra)
     if m % intra:
         fit = [a for a in range(1, m + 1) if m % a == 0]
         if machine.homogeneous:
             fit += [a for a in range(2 * m, n + 1, m) if n % a == 0]
+        not_nodes = "are not whole nodes" if machine.homogeneous else "span nodes that differ"
         raise PlanError(
             f"intra={intra} does not divide the {m} ranks of a node of {machine.name!r}, and groups of "
-            f"{intra} ranks are not whole nodes; use one of {', '.join(map(str, fit))}"
+            f"{intra} ranks {not_nodes}; use one of {', '.join(map(str, fit))}"
         )
     name = f"{machine.name}/{intra}"
     if machine.homogeneous:

@@ -247,6 +247,9 @@ def _scheduled_own_steps(plan: Plan, backward: bool) -> np.ndarray:
     if stays or one_document or (pieces.stride != 1).any() or (of_doc**2).sum() > MOST_PIECES:
         return nothing
     hops = plan.hops(backward=backward)
+    ends = np.concatenate([hops.src, hops.dst, hops.owner])
+    if (ends >= plan.ranks).any() or (hops.share >= plan.schedule.num_shares).any():
+        return nothing  # a table that `check` refuses
     prices = Prices.of(plan.machine, backward=backward)
     counted = work_of(plan, hops, backward=backward, own=nothing)
     own = _own_work(plan)

@@ -127,4 +127,12 @@ class OffloadedPairs(NamedTuple):
         return OffloadedPairs(*(column[mask] for column in self))
 
 
+def arrivals(hops: Hops, kind: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """The step in which a share arrives at a rank, int64 [rank, owner, share]; -1 where it never does."""
+    table = np.full(shape, -1)
+    hops = hops.where(hops.kind == kind)
+    table[hops.dst, hops.owner, hops.share] = hops.step
+    return table
+
+
 NO_OFFLOADED = OffloadedPairs(*np.zeros((6, 0), dtype=np.int64))

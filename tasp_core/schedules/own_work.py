@@ -61,10 +61,12 @@ class Prices(NamedTuple):
         row_bytes = HEADS * HEAD_DIM * (2 if backward else 1)
 
         def pairs(nbytes: int, gbps: float) -> int:
-            return price(nbytes / (gbps * 1e9)) if gbps else 0
+            return price(nbytes / 1e9 / gbps) if gbps else 0
 
         def price(seconds: float) -> int:
-            return int(min(MOST_EXPENSIVE, max(1.0, round(seconds / pair_s))))
+            if not seconds < MOST_EXPENSIVE * pair_s:  # rates may be anything, infinity too
+                return MOST_EXPENSIVE
+            return max(1, round(seconds / pair_s))
 
         sizes = np.ones(5, dtype=np.int64)
         sizes[DKV] = ACCUMULATOR // ITEM
@@ -138,59 +140,59 @@ class Pass(NamedTuple):
     prices: Prices
 
 
-def place_own(one: Pass, own: OwnWork) -> tuple[np.ndarray, int, int]:
+def place_own(rest: Pass, own: OwnWork) -> tuple[np.ndarray, int, int]:
     """The compute step in which the queries of each share meet their own rank's KV.
 
     Returns:
         The steps, int64 [shares]; the price of the pass; and what it would be if no rank ever waited.
     """
     result = np.zeros(len(own.rank), dtype=np.int64)
-    first = own.pairs + own.rows * one.prices.first_row
-    work = one.work.sum(axis=1) + load_table((len(one.work),), own.rank, amount=first)
+    first = own.pairs + own.rows * rest.prices.first_row
+    work = rest.work.sum(axis=1) + load_table((len(rest.work),), own.rank, amount=first)
     busiest = int(work.max())
-    least = _price(one, own, result)
+    least = _price(rest, own, result)
     if not own.pairs.any():
         return result, least, busiest
     # of each rank, shares with the fewest pairs per query come first: later steps cost time per query
     order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))
     own = OwnWork(*(column[order] for column in own))
     worth_it = least - busiest // WORTH_IT
-    for step in _placings(one, own):
+    for step in _placings(rest, own):
         if least <= busiest + busiest // GOOD_ENOUGH:
             break
-        price = _price(one, own, step)
+        price = _price(rest, own, step)
         if price < min(least, worth_it):
             result[order], least = step, price
     return result, least, busiest
 
 
-def _price(one: Pass, own: OwnWork, step: np.ndarray) -> int:
+def _price(rest: Pass, own: OwnWork, step: np.ndarray) -> int:
     """When the last rank ends, in pairs, as costs/simulate.py predicts it."""
-    work = one.work.copy()
-    np.add.at(work, (own.rank, step), own.pairs + own.rows * _row_price(one, own, step))
+    work = rest.work.copy()
+    np.add.at(work, (own.rank, step), own.pairs + own.rows * _row_price(rest, own, step))
     calls = np.zeros(work.shape, dtype=bool)
     calls[own.rank, step] = own.pairs > 0
-    work += (calls.astype(np.int64) + (one.work > 0)) * one.prices.call
+    work += (calls.astype(np.int64) + (rest.work > 0)) * rest.prices.call
     ready = np.zeros(len(work), dtype=np.int64)
-    for t, low, high in _steps(one):
-        end = _ends(one.messages, low, high, ready)
+    for t, low, high in _steps(rest):
+        end = _ends(rest.messages, low, high, ready)
         ready += work[:, t]
-        _wait(one.messages, low, high, ready, end)
+        _wait(rest.messages, low, high, ready, end)
     return int(ready.max())
 
 
-def _row_price(one: Pass, own: OwnWork, step: np.ndarray) -> np.ndarray:
+def _row_price(rest: Pass, own: OwnWork, step: np.ndarray) -> np.ndarray:
     """The price of one query's output of each share in its step."""
-    if not len(one.written):
-        return np.where(step > 0, one.prices.row, one.prices.first_row)
-    anyway = one.written[own.visit, step] & (own.visit >= 0)
-    return np.where(step > 0, np.where(anyway, 0, one.prices.row), one.prices.first_row)
+    if not len(rest.written):
+        return np.where(step > 0, rest.prices.row, rest.prices.first_row)
+    anyway = rest.written[own.visit, step] & (own.visit >= 0)
+    return np.where(step > 0, np.where(anyway, 0, rest.prices.row), rest.prices.first_row)
 
 
-def _steps(one: Pass) -> Iterator[tuple[int, int, int]]:
+def _steps(rest: Pass) -> Iterator[tuple[int, int, int]]:
     """Each step, and from where to where its rows of messages go."""
-    bounds = np.searchsorted(one.messages.step, np.arange(one.work.shape[1] + 1)).tolist()
-    for t in range(one.work.shape[1]):
+    bounds = np.searchsorted(rest.messages.step, np.arange(rest.work.shape[1] + 1)).tolist()
+    for t in range(rest.work.shape[1]):
         yield t, bounds[t], bounds[t + 1]
 
 
@@ -206,25 +208,25 @@ def _wait(messages: Messages, low: int, high: int, ready: np.ndarray, end: np.nd
     np.maximum.at(ready, messages.dst[low:high], end)
 
 
-def _placings(one: Pass, own: OwnWork) -> Iterator[np.ndarray]:
+def _placings(rest: Pass, own: OwnWork) -> Iterator[np.ndarray]:
     """Steps for own work that are worth a try, instead of step 0 for all of it."""
-    if not len(one.messages.step):
+    if not len(rest.messages.step):
         return
     # ranks wait for each other where messages begin; between these steps they do not
-    begins = np.unique(np.append(0, one.messages.step))
-    work = np.add.reduceat(one.work, begins, axis=1)
+    begins = np.unique(np.append(0, rest.messages.step))
+    work = np.add.reduceat(rest.work, begins, axis=1)
     most = work.max(axis=0)
-    busiest = one.work.sum(axis=1) + load_table((len(one.work),), own.rank, amount=own.pairs)
+    busiest = rest.work.sum(axis=1) + load_table((len(rest.work),), own.rank, amount=own.pairs)
     spare = max(0, int(busiest.max() - most.sum()))
     carried = np.zeros(len(begins), dtype=np.int64)
-    np.maximum.at(carried, np.searchsorted(begins, one.messages.step), one.messages.price)
-    hidden = np.maximum(0, carried - one.work[:, begins].max(axis=0))
+    np.maximum.at(carried, np.searchsorted(begins, rest.messages.step), rest.messages.price)
+    hidden = np.maximum(0, carried - rest.work[:, begins].max(axis=0))
     scaled = hidden * min(spare, int(hidden.sum())) // max(1, int(hidden.sum()))
     for hides, by_density in ((hidden, True), (scaled, True), (scaled, False)):
         target = most + hides
         target[0] += max(0, spare - int(hides.sum()))
         yield begins[_fill(target - work, own, by_density=by_density)]
-    yield _fill_waits(one, own)
+    yield _fill_waits(rest, own)
 
 
 def _fill(room: np.ndarray, own: OwnWork, *, by_density: bool) -> np.ndarray:
@@ -251,21 +253,21 @@ def _fill(room: np.ndarray, own: OwnWork, *, by_density: bool) -> np.ndarray:
     return result
 
 
-def _fill_waits(one: Pass, own: OwnWork) -> np.ndarray:
+def _fill_waits(rest: Pass, own: OwnWork) -> np.ndarray:
     """Own work where a rank would wait for messages, and the rest of it at the end: int64 [shares]."""
-    messages, last = one.messages, int(one.messages.step.max())
+    messages, last = rest.messages, int(rest.messages.step.max())
     result = np.full(len(own.rank), last)
-    bounds = np.searchsorted(own.rank, np.arange(len(one.work) + 1))
-    done, ready = bounds[:-1].copy(), np.zeros(len(one.work), dtype=np.int64)
+    bounds = np.searchsorted(own.rank, np.arange(len(rest.work) + 1))
+    done, ready = bounds[:-1].copy(), np.zeros(len(rest.work), dtype=np.int64)
     first, later = (
         np.append(0, np.cumsum(own.pairs + own.rows * price))
-        for price in (one.prices.first_row, one.prices.row)
+        for price in (rest.prices.first_row, rest.prices.row)
     )
-    for t, low, high in _steps(one):
+    for t, low, high in _steps(rest):
         if t == last:
             break
         end = _ends(messages, low, high, ready)
-        ready += one.work[:, t]
+        ready += rest.work[:, t]
         computed = ready.copy()
         _wait(messages, low, high, ready, end)
         upto = later if t else first

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
 from .counts import most_load
-from .hops import DKV, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
+from .hops import DKV, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q, arrivals
 from .schedule import DeclaredLimits, Schedule
 
 
@@ -48,14 +48,6 @@ def return_arcs(hops: Hops, ready: np.ndarray) -> Hops:
         np.maximum.at(leaves, (arcs.src, arcs.owner, arcs.share), leaves[at] + 1)
     step = leaves[hops.dst, hops.owner, hops.share]
     return Hops(step, hops.dst, hops.src, hops.owner, hops.share, np.full_like(step, DKV))
-
-
-def arrivals(hops: Hops, kind: int, shape: tuple[int, int, int]) -> np.ndarray:
-    """The step in which a share arrives at a rank, int64 [rank, owner, share]; -1 where it never does."""
-    table = np.full(shape, -1)
-    hops = hops.where(hops.kind == kind)
-    table[hops.dst, hops.owner, hops.share] = hops.step
-    return table
 
 
 def complete(moves: Hops, pairs: OffloadedPairs, shape: tuple[int, int, int]) -> Routes:
@@ -92,7 +84,7 @@ class Routed(Schedule):
     """A schedule that is compiled for a layout."""
 
     layout: Layout | None = None
-    machine: Machine | None = field(default=None, repr=False)
+    machine: Machine | None = field(default=None, repr=False, compare=False)
 
     variable_size = True
 

@@ -32,7 +32,19 @@ import numpy as np
 from ..errors import PlanError, check_int
 from ..machines.machine import Machine
 from ..sequence.layouts import Layout
-from .hops import DKV, DQ, EXCHANGES, KV, MOST_PLACES, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
+from .hops import (
+    DKV,
+    DQ,
+    EXCHANGES,
+    KV,
+    MOST_PLACES,
+    NO_OFFLOADED,
+    OUT,
+    Hops,
+    OffloadedPairs,
+    Q,
+    arrivals,
+)
 
 
 class DeclaredLimits(NamedTuple):
@@ -452,7 +464,16 @@ class Table(Schedule, register=False):
 
     @property
     def offloaded(self) -> OffloadedPairs:
-        return self.like.offloaded if self.like else NO_OFFLOADED
+        """Those of the schedule whose cuts it keeps, as early as this table's own arrivals allow."""
+        pairs = self.like.offloaded if self.like else NO_OFFLOADED
+        hops, ranks = self._table, self.ranks
+        known = (hops.dst < ranks) & (hops.owner < ranks) & (hops.share < self.shares)
+        if not len(pairs.step) or not known.all():
+            return pairs
+        shape = (ranks, ranks, self.shares)
+        keys = arrivals(hops, KV, shape)[pairs.rank, pairs.owner, pairs.share]
+        queries = arrivals(hops, Q, shape)[pairs.rank, pairs.q_owner, pairs.q_share]
+        return pairs._replace(step=np.maximum(keys, queries) + 1)
 
     def own_steps(self, rank: int, *, backward: bool) -> np.ndarray | None:
         steps = self.like.own_steps(rank, backward=backward) if self.like else None

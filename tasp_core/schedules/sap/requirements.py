@@ -228,39 +228,52 @@ class Requirements:
         return self.offload is not None and len(self.offload.chunk) > 0
 
     @cached_property
-    def work(self) -> np.ndarray:
-        """Visible pairs that each rank computes with each share, int64 [ranks, shares of all ranks].
-
-        Its own queries' pairs that are not offloaded, and the pairs offloaded to it.
-        """
-        keys = self.pieces(np.arange(len(self.shares.owner)))
+    def _work(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys rank * shares + share, sorted, and the visible pairs of each, int64; see `work`."""
+        shares = self.shares
+        count = len(shares.owner)
+        keys = self.pieces(np.arange(count))
         order = working_order(keys)
         keys = take(keys, order)
-        result = np.zeros((self.layout.ranks, len(order)), dtype=np.int64)
         holder, pieces = self._queries
         of_doc = (
             np.bincount(x.doc, minlength=len(self.layout.docs.lengths)) for x in (pieces, keys)
         )
-        pairs_of_pieces = int(np.multiply(*of_doc).sum())
-        for part in np.array_split(np.arange(len(holder)), 1 + pairs_of_pieces // MOST_AT_ONCE):
+        parts = 1 + int(np.multiply(*of_doc).sum()) // MOST_AT_ONCE
+        counted = []  # (key, pairs)
+        for part in np.array_split(np.arange(len(holder)), parts):
             pairs = pair_table(take(pieces, part), keys, self.layout.docs)
-            np.add.at(result, (holder[part[pairs.q]], order[pairs.k]), pairs.area)
+            seen = pairs.area > 0
+            key = holder[part[pairs.q[seen]]] * count + order[pairs.k[seen]]
+            counted.append(_summed(key, pairs.area[seen]))
         if self.offloads:
             q, k, worker = self.offloaded
             area = self.area(q, k)
-            np.subtract.at(result, (self.shares.owner[q], k), area)
-            np.add.at(result, (worker, k), area)
-        return result
+            counted += [(shares.owner[q] * count + k, -area), (worker * count + k, area)]
+        return _summed(*(np.concatenate(column) for column in zip(*counted, strict=True)))
+
+    def work(self, rank: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """Visible pairs that each rank computes with each share, int64.
+
+        Its own queries' pairs that are not offloaded, and the pairs offloaded to it.
+        """
+        key, pairs = self._work
+        wanted = rank * len(self.shares.owner) + share
+        at = np.minimum(np.searchsorted(key, wanted), max(0, len(key) - 1))
+        return np.where(key[at] == wanted, pairs[at], 0) if len(key) else 0 * wanted
 
     @cached_property
     def own_work(self) -> np.ndarray:
         """Visible pairs of each share's queries with their own rank's KV, without offloaded ones: int64.
 
-        A stripe's queries cannot always be cut where its keys are; 0 for all shares where there are any.
+        0 for all shares where there are too many of them to be worth it, and where there are stripes,
+        whose queries cannot always be cut where its keys are.
         """
         shares = self.shares
         result = np.zeros(len(shares.owner), dtype=np.int64)
-        if (shares.stride != 1).any():
+        document = shares.owner * len(self.layout.docs.lengths) + shares.doc
+        squares = np.unique(document, return_counts=True)[1].astype(np.int64) ** 2
+        if (shares.stride != 1).any() or squares.sum() > MOST_AT_ONCE:
             return result
         bounds = np.searchsorted(shares.owner, np.arange(self.layout.ranks + 1)).tolist()
         for low, high in pairwise(bounds):
@@ -269,8 +282,8 @@ class Requirements:
             np.add.at(result, low + pairs.q, pairs.area)
         if self.offloads:
             q, k, _ = self.offloaded
-            own = shares.owner[q] == shares.owner[k]
-            np.subtract.at(result, q[own], self.area(q[own], k[own]))
+            same = shares.owner[q] == shares.owner[k]
+            np.subtract.at(result, q[same], self.area(q[same], k[same]))
         return result
 
     def pieces(self, share: np.ndarray) -> Pieces:
@@ -287,3 +300,13 @@ class Requirements:
         wanted = rank * documents + doc
         index = np.minimum(np.searchsorted(key, wanted), max(0, len(key) - 1))
         return np.where(key[index] == wanted, tokens[index], 0) if len(key) else 0 * wanted
+
+
+def _summed(key: np.ndarray, amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Equal keys as one, sorted, with the sum of their amounts, int64.
+
+    >>> [x.tolist() for x in _summed(np.array([7, 2, 7]), np.array([1, 5, 2]))]
+    [[2, 7], [5, 3]]
+    """
+    keys, at = np.unique(key, return_inverse=True)
+    return keys, load_table((len(keys),), at, amount=amount.astype(np.int64))

@@ -31,7 +31,7 @@ import numpy as np
 
 from ...errors import PlanError, check_int
 from ...machines.machine import Machine
-from ...machines.presets import MESH
+from ...machines.presets import MESH, PRESETS
 from ...sequence.layouts import Layout
 from ..counts import load_rows, load_table
 from ..hops import DQ, KV, NO_OFFLOADED, OUT, Hops, OffloadedPairs, Q
@@ -48,9 +48,8 @@ MOST_RELAYING = 16  # ranks: routes are searched for every share and receiver
 MOST_RELAY_STEPS = 1 << 10
 MOST_STEPS = 1 << 16
 FEW_STEPS = 4  # up to so many steps it is tried what comes of arrivals as early as possible
-MORE_STEPS = 1  # more steps than the fewest that are tried
 WORTH_A_STEP = 0.002  # one more step must make both passes shorter by this part
-GOOD_ENOUGH = 1.05  # times what a pass would take if no rank waited; no more steps are tried then
+NEAR_ENOUGH = 1.05  # times what a pass would take if no rank waited; no more steps are tried then
 FORWARD_PAIR, BACKWARD_PAIR = 2, 5  # time of a visible pair
 SPLIT = 8  # no share is larger than this part of a step's buffer
 
@@ -112,7 +111,7 @@ class Sap(Routed):
     )
     steps: int = option(
         0,
-        "communication steps for what arrives, if the buffers do not need more; 0: as few as they allow",
+        "communication steps for what arrives, at least; 0: as few as buffers allow; open: or one more",
     )
 
     name = "sap"
@@ -127,23 +126,20 @@ class Sap(Routed):
         options: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
     ) -> Schedule:
-        """As `Routed.on`; where `steps` is left open, some more steps are tried than the buffers need.
+        """As `Routed.on`; where `steps` is left open, one more step is tried than the buffers need.
 
-        They are taken, and recorded as the option, where that makes both passes together shorter.
+        It is taken, and recorded as the option, where that makes both passes together shorter.
         """
         best = super().on(machine, options, layout)
         assert isinstance(best, Sap)
         if layout is None or best.relay or "steps" in (options or {}):
             return best
-        fewest = best._compiled
-        for steps in range(fewest.steps + 1, fewest.steps + 1 + MORE_STEPS):
-            if best._compiled.price <= best._compiled.least * GOOD_ENOUGH:
-                break
-            other = replace(best, steps=steps)
-            other.__dict__.update(best._shared)
-            if other._compiled.price < best._compiled.price * (1 - WORTH_A_STEP):
-                best = other
-        return best
+        cost, steps = best._nominal, best._compiled.steps + 1
+        if cost.price <= cost.least * NEAR_ENOUGH or steps > MOST_STEPS:
+            return best
+        other = replace(best, steps=steps)
+        other.__dict__.update(best._shared)
+        return other if other._nominal.price < cost.price * (1 - WORTH_A_STEP) else best
 
     @classmethod
     def resolve(
@@ -189,7 +185,8 @@ class Sap(Routed):
 
     @cached_property
     def _budget(self) -> int:
-        return max(1, self.buffer_tokens or int(self._layout.counts.max()))
+        most = max(1, self._layout.docs.total)
+        return max(1, min(self.buffer_tokens, most) or int(self._layout.counts.max()))
 
     def cuts(self, layout: Layout, rank: int) -> np.ndarray:
         """Local borders of the rank's shares, int64 [1, num_shares + 1]; the last ones may be empty."""
@@ -217,6 +214,20 @@ class Sap(Routed):
         return self._compiled.own_steps[int(backward), rank]
 
     @property
+    def _rates(self) -> Machine:
+        """A preset of the machine's kind, for all choices on which messages depend.
+
+        Ranks may each have measured their own rates, and must come to the same plan.
+        """
+        switch = self.machine is not None and self.machine.port_gbps and not self.machine.link_gbps
+        return PRESETS["h100"] if switch else MESH
+
+    @cached_property
+    def _nominal(self) -> Compiled:
+        """What both passes take with rates that all ranks have in common."""
+        return self._placed(self._compiled.routes, self._rates)
+
+    @property
     def _shared(self) -> dict[str, Any]:
         """What does not depend on the number of steps, by the names of cached properties."""
         names = "_requirements", "_visits", "_own_work", "_remote_queries"
@@ -236,12 +247,12 @@ class Sap(Routed):
         if 1 < steps <= FEW_STEPS:
             # with little to even out, fewer parts of queries to merge may be worth more
             early = self._kv_hops(arrivals, steps, evenly=False)
-            kv = min((kv, early), key=lambda hops: self._finished(hops, steps, MESH).price)
+            kv = min((kv, early), key=lambda hops: self._finished(hops, steps, self._rates).price)
         return self._finished(kv, steps, self.machine or MESH)
 
     def _kv_hops(self, arrivals: Arrivals, steps: int, *, evenly: bool = True) -> Hops:
         """The kv hops of arrivals spread over communication steps."""
-        rows = self._visits.tokens * Prices.of(MESH, backward=False).row
+        rows = self._visits.tokens * Prices.of(self._rates, backward=False).row
         step = place_arrivals(
             arrivals, rows, self.ranks, self.node_size, self._budget, steps, evenly=evenly
         )
@@ -264,7 +275,7 @@ class Sap(Routed):
         ingress[by_rail] = dst[by_rail][_first_of_run(share[by_rail], node[by_rail])]
         ingress = np.where(node == owner // m, dst, ingress)
         visit = self._visit_of(dst, shares.doc[share])
-        work = requirements.work[dst, share]
+        work = requirements.work(dst, share)
         return Arrivals(dst, owner, share, shares.size[share], work, ingress, visit)
 
     def _two_hop(self, dst: np.ndarray, share: np.ndarray) -> Hops:
@@ -289,7 +300,7 @@ class Sap(Routed):
         shape = (self.ranks, self.ranks, self.num_shares)
         routes, *others = (complete(moves, pairs, shape) for pairs in self._offloaded_pairs(kv))
         if others:
-            routes = min((routes, *others), key=lambda r: self._placed(r, MESH).price)
+            routes = min((routes, *others), key=lambda r: self._placed(r, self._rates).price)
         return self._placed(routes, machine)._replace(steps=steps)
 
     def _placed(self, routes: Routes, machine: Machine) -> Compiled:
@@ -319,10 +330,11 @@ class Sap(Routed):
         kv = hops.kind == KV
         rank, share, step = hops.dst[kv], number[kv], hops.step[kv] + 1
         # a third rank of a two-hop route may need nothing of what it passes on
-        pairs = requirements.work[rank, share]
+        pairs = requirements.work(rank, share)
         work = load_table((self.ranks, count), rank, step, amount=pairs)
         visit = self._visit_of(rank, shares.doc[share])
-        written[visit[(pairs > 0) & (visit >= 0)], step[(pairs > 0) & (visit >= 0)]] = True
+        seen = (pairs > 0) & (visit >= 0)
+        written[visit[seen], step[seen]] = True
         np.add.at(work, self._visits.rank, written * (self._visits.tokens * prices.row)[:, None])
         self._add_remote(work, routes.offloaded, prices)
         return Pass(work, written, messages, prices)
@@ -356,7 +368,7 @@ class Sap(Routed):
         pairs = OffloadedPairs(np.ones_like(q), worker, *columns)
         yield pairs
         number = np.searchsorted(shares.owner, kv.owner) + kv.share
-        amount = requirements.work[kv.dst, number]
+        amount = requirements.work(kv.dst, number)
         steps = int(kv.step.max(initial=0)) + 2
         work = load_table((self.ranks, steps), kv.dst, kv.step + 1, amount=amount)
         own = np.flatnonzero(shares.owner[k] == worker)
@@ -367,8 +379,9 @@ class Sap(Routed):
             rank = int(group[i]) // len(shares.owner)
             step[i] = 1 + int(work[rank, 1:].argmin())
             work[rank, step[i]] += area[i]
-        pairs.step[own] = step[at]
-        yield pairs
+        even = pairs.step.copy()
+        even[own] = step[at]
+        yield pairs._replace(step=even)
 
     @cached_property
     def _remote_queries(self) -> Hops:
