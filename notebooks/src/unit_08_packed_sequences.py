@@ -246,7 +246,7 @@ moved = tasp.plan(LENGTHS, RANKS, schedule="sap", layout="contiguous")
 visualize.balance([("ring, contiguous", plan), ("sap, contiguous: remote queries", moved)])
 
 # %% [markdown]
-# ## Even in total, and still waiting (5 min)
+# ## Even in total, and in every step (5 min)
 #
 # A pass goes step by step, and ranks wait for each other in every step. So it is not enough that the work
 # of all ranks is equal *in total*: it should be equal in every step. Here is one giant document among short
