@@ -148,6 +148,22 @@ def test_a_slow_rank_fails_nothing():
     assert tasp.launch(work, 2, timeout_s=20, message_timeout_s=1.0) == [0, 1]
 
 
+def test_ranks_of_a_process_with_several_threads_compute_on_one():
+    """A fork copies none of the threads among which such a process has shared its sums."""
+    large, threads = torch.ones(1 << 20), torch.get_num_threads()
+
+    def work(rank, group):
+        return torch.get_num_threads(), large.exp().sum().item()
+
+    torch.set_num_threads(2)
+    try:
+        large.exp().sum()
+        found = tasp.launch(work, 2, timeout_s=20)
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [(1, pytest.approx(2.718282 * (1 << 20), rel=1e-4))] * 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -29,8 +29,6 @@ from tasp_core.runtime.exchange import NcclExchange
 from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
 from tasp_core.runtime.ulysses import Group, Ulysses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

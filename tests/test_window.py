@@ -28,8 +28,6 @@ from tasp_core.sequence.masks import edges
 from tests.test_exact import Case, failures, results_of
 from tests.test_kernels import StandIn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WINDOWS = (1, 2, 7, 128, 5000)
 DOCUMENTS = ((300,), (137, 741, 89), (0, 137, 0, 1, 62), (7, 3), (1,) * 20)
 HEADS = ((8, 2), (4, 4), (6, 1), (2, 2), (4, 1))
