@@ -1,18 +1,11 @@
-"""What pytest is not to import, and fixtures that several files use."""
+"""What holds for all tests: which file is no test, and how many threads compute."""
 
 from __future__ import annotations
 
-import pytest
+import os
+
+# Tensors of tests are small: more threads only wait for each other, and two tests run at a time.
+# Torch and numpy read it when they are imported, in processes that a test starts as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore = ["slurm_probe.py"]  # a program that only runs as a job's ranks
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Small tensors on one thread: more threads only wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -20,8 +20,6 @@ from tasp_core.lab.bench.accuracy import Inputs
 from tasp_core.lab.bench.one_process import run_in_process
 from tasp_core.runtime import execute
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DIMS = (8, 20, 24, 64, 68, 72)
 DTYPES = (torch.float16, torch.bfloat16)
 BOUND = {torch.float16: 0.02, torch.bfloat16: 0.15}

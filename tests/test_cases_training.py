@@ -67,7 +67,7 @@ def test_s6_a_tiny_model_overfits_to_one_text():
         optimizer = torch.optim.AdamW(net.parameters(), lr=8e-3)
         labels = tasp.shard(tasp.next_token_labels(text, p.docs), p, rank)
         ids, positions = tasp.shard(text, p, rank), torch.from_numpy(p.positions(rank))
-        for _ in range(100):
+        for _ in range(60):
             logits = net(ids, positions, lambda q, k, v: tasp.attention(q, k, v, p, group))
             total, count = tasp.token_loss(logits, labels, group)
             optimizer.zero_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
@@ -110,9 +111,36 @@ def failures(cases: list[Case]) -> list[str]:
     return bad
 
 
+@cache
+def samples() -> dict[int, list[Case]]:
+    """By number of ranks: random cases of the eight schedules that came up least often before.
+
+    Long documents are cut: the reference takes most of the time. `test_full_matrix` has them whole, and
+    L4 in test_cases_lengths.py.
+    """
+    uses: Counter[str] = Counter()
+    found = {}
+    for ranks in range(1, 9):
+        cases = matrix(ranks)
+        random.Random(ranks).shuffle(cases)
+        by_schedule = {case.schedule: case for case in cases}
+        names = sorted(by_schedule, key=lambda name: uses[name])[:8]
+        uses.update(names)
+        found[ranks] = [
+            case._replace(documents=tuple(min(n, 641) for n in case.documents))
+            for case in map(by_schedule.__getitem__, names)
+        ]
+    return found
+
+
+def test_every_schedule_is_sampled_on_several_ranks():
+    names = [case.schedule for ranks, cases in samples().items() if ranks > 1 for case in cases]
+    assert min(map(names.count, tasp.schedules())) >= 2
+
+
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sampled_matrix(ranks):
-    cases = random.Random(ranks).sample(matrix(ranks), 12)
+    cases = list(samples()[ranks])
     cases += [c._replace(window=w) for c, w in zip(cases, (2, 33, 100), strict=False)]
     assert failures(cases) == []
 
@@ -170,16 +198,16 @@ def test_two_runs_give_the_same_bits():
             assert all(map(torch.equal, x, y))
 
 
-@pytest.mark.parametrize("schedule", ["ring", "tasp", "wave"])
-def test_n1_bf16_error_does_not_grow_with_ranks(schedule):
+def test_n1_bf16_error_does_not_grow_with_ranks():
     docs = tasp.Documents.of([137, 1700, 211])
     inputs = Inputs.random(docs.total, 4, 2, 32, dtype=torch.bfloat16)
-    judge = Reference(inputs, docs)
-    base = None
+    judge, base = Reference(inputs, docs), {}
     for ranks in (1, 2, 4, 8):
-        p = tasp.plan(docs, ranks, schedule=schedule)
-        pieces = tasp.launch(results_of, ranks, [p], inputs)
-        errors = judge.errors([x[0] for x in pieces], p).ours
-        base = base or errors
-        for name in ("out", "dq", "dk", "dv"):
-            assert errors[name] <= 1.1 * base[name], (ranks, name, errors[name], base[name])
+        schedules = ("ring", "tasp", "wave") if ranks > 1 else ("ring",)  # alone, all are the same
+        plans = [tasp.plan(docs, ranks, schedule=schedule) for schedule in schedules]
+        by_rank = tasp.launch(results_of, ranks, plans, inputs)
+        for i, p in enumerate(plans):
+            errors = judge.errors([pieces[i] for pieces in by_rank], p).ours
+            base = base or errors
+            for name in ("out", "dq", "dk", "dv"):
+                assert errors[name] <= 1.1 * base[name], (p.summary(), name, errors, base)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from tasp_core.kernels import flash
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCALE = 0.3
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core.costs.bytes import RowBytes, formula, wire_bytes
@@ -33,8 +36,10 @@ def counted(p: tasp.Plan) -> tuple[list[int], int]:
     return sent, max(held)
 
 
-@pytest.mark.parametrize("schedule", sorted(tasp.schedules()))
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document", "balanced"])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    spread(itertools.product(tasp.schedules(), tasp.layouts()), keep=2 * len(tasp.schedules())),
+)
 def test_formulas_are_what_programs_send_and_hold(schedule, layout):
     seen = 0
     for docs in ROWS:

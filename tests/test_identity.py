@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from spread import spread
 from torch.nn.functional import scaled_dot_product_attention
 
 import tasp_core as tasp
@@ -439,7 +440,7 @@ def asleep(rank, group, p, victim):
     return str(caught.value), caught.value.peers
 
 
-@pytest.mark.parametrize("kind", ["Ulysses and ring", "p2p"])
+@pytest.mark.parametrize("kind", spread(["Ulysses and ring", "p2p"], keep=1))
 def test_a_rank_that_does_not_come_is_named_by_collectives_too(kind):
     def work(rank, group):
         # a group with a time-out of its own, so that the sleeping rank wakes before all is over

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # once here, not once in every forked rank
 import torch.distributed as dist
 import transformers as hf
+from spread import spread
 from torch.nn.functional import cross_entropy
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -466,7 +467,10 @@ def plans(lengths, ranks, **options):
 
 @pytest.mark.parametrize(
     ("ranks", "batch", "times", "extra"),
-    [(1, 1, 2, {}), (2, 1, 2, {}), (2, 2, 1, {"num_items_in_batch": 123}), (4, 2, 2, {})],
+    spread(
+        [(1, 1, 2, {}), (2, 1, 2, {}), (2, 2, 1, {"num_items_in_batch": 123}), (4, 2, 2, {})],
+        keep=2,
+    ),
 )
 def test_losses_of_heads_are_the_stock_models(ranks, batch, times, extra):
     ids = token_ids(batch=batch)

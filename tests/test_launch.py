@@ -12,6 +12,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core.errors import TransportError
@@ -49,6 +50,9 @@ FAULTS = {
 }
 
 
+WHEN = ((0, True), (2, False), (3, True))  # the rank at fault, and whether after a good pass
+
+
 def fails(rank, group, fault, who, between):
     """Two forward passes; the rank at fault stops before the first or between the two."""
     if between:
@@ -59,8 +63,14 @@ def fails(rank, group, fault, who, between):
     forward(rank, group)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("who", "between"), [(0, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("fault", "who", "between"),
+    [
+        *((fault, *when) for fault in ("is killed", "raises") for when in WHEN),
+        # the others run into a time-out
+        *spread(((fault, *when) for fault in ("sleeps", "is stopped") for when in WHEN), keep=2),
+    ],
+)
 def test_the_rank_at_fault_is_named_first(fault, who, between):
     began = time.monotonic()
     with pytest.raises(tasp.RankError) as caught:
@@ -146,6 +156,22 @@ def test_a_slow_rank_fails_nothing():
         return rank
 
     assert tasp.launch(work, 2, timeout_s=20, message_timeout_s=1.0) == [0, 1]
+
+
+def test_ranks_of_a_process_with_several_threads_compute_on_one():
+    """A fork copies none of the threads among which such a process has shared its sums."""
+    large, threads = torch.ones(1 << 20), torch.get_num_threads()
+
+    def work(rank, group):
+        return torch.get_num_threads(), large.exp().sum().item()
+
+    torch.set_num_threads(2)
+    try:
+        large.exp().sum()
+        found = tasp.launch(work, 2, timeout_s=20)
+    finally:
+        torch.set_num_threads(threads)
+    assert found == [(1, pytest.approx(2.718282 * (1 << 20), rel=1e-4))] * 2
 
 
 @pytest.mark.parametrize(

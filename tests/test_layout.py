@@ -1,5 +1,6 @@
 """Layouts: every token on one rank, even counts and work, and index maps that stay small."""
 
+import itertools
 import math
 import random
 import tracemalloc
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core import Documents, LayoutError, check, plan
@@ -27,8 +29,9 @@ def cut_into_documents(total):
     return Documents.of(lengths)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "packed"), spread(itertools.product(NAMES, (True, False)), keep=len(NAMES))
+)
 def test_shard_then_unshard_is_the_identity(name, packed):
     """CASES L6, for T = 1..64 and P = 1..8, by index maps alone."""
     for total in range(1, 65):

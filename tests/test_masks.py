@@ -21,6 +21,7 @@ from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.sequence.masks import KINDS, Mask, Slice
 from tasp_core.sequence.pieces import Pieces
 from tests.interpreter import interpret
+from tests.spread import spread
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "balanced")
 
@@ -261,8 +262,10 @@ def results_of(rank, group, plans, inputs):
     return [run_rank(rank, group, p, inputs)[0] for p in plans]
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 4) for name in ROWS), *spread(((name, 1) for name in ROWS), keep=1)],
+)
 def test_real_ranks_against_float64(name, ranks):
     docs = ROWS[name]
     inputs = Inputs.random(docs.total, 4, 2, 16)
@@ -323,8 +326,7 @@ def test_kernels_with_another_mask_are_refused(kernel):
         oracle(q, q, q, docs, kernel=kernel)
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize(("name", "ranks"), spread(itertools.product(ROWS, (1, 3, 4)), keep=6))
 def test_programs_compute_exactly_the_visible_pairs(name, ranks):
     docs = ROWS[name]
     tokens = np.arange(docs.total)

@@ -29,8 +29,6 @@ from tasp_core.runtime.exchange import NcclExchange
 from tasp_core.runtime.execute import Attention, Context, run_backward, run_forward
 from tasp_core.runtime.ulysses import Group, Ulysses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -302,7 +300,7 @@ def run(some: list[Any], monkeypatch: Any) -> int:
 def test_every_schedule_is_exact_over_nccl(schedule, monkeypatch):
     some = [case for case in cases() if case[0]["schedule"] == schedule]
     possible = [case for case in some if tasp.supports(**case[0])]
-    count = min(7, len(possible))
+    count = min(5, len(possible))
     assert run(random.Random(4).sample(possible, count), monkeypatch) == count >= 5
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core import Documents, Plan, PlanError, check, lower, plan
@@ -192,8 +193,9 @@ GIANT = {
 }
 
 
-@pytest.mark.parametrize("name", GIANT)
-@pytest.mark.parametrize("small", [1 << 14, 1 << 20])
+@pytest.mark.parametrize(
+    ("name", "small"), spread(itertools.product(GIANT, (1 << 14, 1 << 20)), keep=5)
+)
 def test_giant_documents_over_relays_and_nodes(name, small, monkeypatch):
     monkeypatch.setattr(posting, "SMALL_BYTES", small)
     keywords: dict[str, Any] = {"ranks": 4, "docs": (3000, 1096), "causal": True, **GIANT[name]}

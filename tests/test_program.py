@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from interpreter import interpret
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core import Plan, PlanError, lower, plan
@@ -34,12 +35,7 @@ from tasp_core.lowering.program import (
 
 DOCS = tasp.Documents.of([37, 1, 0, 26])
 ONE = tasp.Documents.of([96])  # every rank attends to KV of every other one
-# two of the five layouts per schedule, other ones for each; `make test-full` takes all
-CASES = [
-    pytest.param(schedule, layout, marks=[] if (i + j) % 5 in (0, 2) else pytest.mark.full)
-    for i, schedule in enumerate(tasp.schedules())
-    for j, layout in enumerate(tasp.layouts())
-]
+CASES = spread(itertools.product(tasp.schedules(), tasp.layouts()), keep=len(tasp.schedules()))
 
 
 def plans(schedule: str, layout: str) -> list[Plan]:

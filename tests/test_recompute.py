@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+import torch._dynamo  # once here, not once in every forked rank
 from torch.utils.checkpoint import checkpoint
 
 import tasp_core as tasp

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from spread import spread
 from typer.testing import CliRunner
 
 from tasp_core import (
@@ -34,7 +35,7 @@ def chosen(docs, name, **options):
 
 @pytest.mark.parametrize(
     ("name", "backward"),
-    [("h100", False), ("mi300x", True), ("mesh4x2", False)],
+    spread([("h100", False), ("mi300x", True), ("mesh4x2", False)], keep=2),
 )
 def test_the_choice_does_not_flip_to_and_fro(name, backward):
     seen = []
@@ -74,7 +75,7 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(("docs", "name", "heads", "kv", "causal"), GRID)
+@pytest.mark.parametrize(("docs", "name", "heads", "kv", "causal"), spread(GRID, keep=6))
 def test_never_more_than_5_percent_behind_the_best(docs, name, heads, kv, causal):
     """Of every schedule, layout and degree, also those select does not try."""
     where, row = machine(name), Documents.of(docs, causal=causal)

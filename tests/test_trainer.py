@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # once here, not once in every forked rank
 import transformers as hf
+from spread import spread
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
@@ -129,7 +130,7 @@ def wanted_loss(net, data, batch=2):
     return total / len(data)
 
 
-@pytest.mark.parametrize("count", [8, 7, 5])
+@pytest.mark.parametrize("count", spread([8, 7, 5], keep=2))
 def test_evaluation_is_that_of_one_process(count):
     wanted = wanted_loss(model().double(), documents(count))
     for ranks, rows in GROUPS:
@@ -206,12 +207,15 @@ def trained(rank, group, ranks, rows, kind, accumulate, smoothing):
 
 @pytest.mark.parametrize(
     ("kind", "accumulate", "smoothing"),
-    [
-        ("ForCausalLM", 2, 0.0),
-        ("ForTokenClassification", 2, 0.0),
-        ("ForCausalLM", 2, 0.1),
-        ("ForTokenClassification", 4, 0.2),
-    ],
+    spread(
+        [
+            ("ForCausalLM", 2, 0.0),
+            ("ForTokenClassification", 2, 0.0),
+            ("ForCausalLM", 2, 0.1),
+            ("ForTokenClassification", 4, 0.2),
+        ],
+        keep=2,
+    ),
 )
 def test_steps_of_several_rows_are_those_of_one_process(kind, accumulate, smoothing):
     net = model(kind).double()

@@ -9,6 +9,7 @@ import signal
 
 import numpy as np
 import pytest
+import torch._dynamo  # noqa: F401 (once here, not once in every forked rank)
 import torch.distributed.checkpoint as dcp
 
 import tasp_core as tasp

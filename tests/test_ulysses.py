@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from spread import spread
 
 import tasp_core as tasp
 from tasp_core.lab.bench.accuracy import Inputs, Reference, run_rank, verify
@@ -24,16 +25,24 @@ def run_all(rank, group, jobs):
 
 def wrong(ranks, plans, heads):
     """Plans whose results are not within their limits."""
-    jobs = [(p, Inputs.random(p.docs.total, *heads, 8)) for p in plans]
-    by_rank = tasp.launch(run_all, ranks, jobs)
-    judges = [Reference(inputs, p.docs) for p, inputs in jobs]
-    found = [judge.errors([r[i] for r in by_rank], jobs[i][0]) for i, judge in enumerate(judges)]
+    inputs = {p.docs: Inputs.random(p.docs.total, *heads, 8) for p in plans}
+    judges = {docs: Reference(inputs[docs], docs) for docs in inputs}
+    by_rank = tasp.launch(run_all, ranks, [(p, inputs[p.docs]) for p in plans])
+    found = [judges[p.docs].errors([r[i] for r in by_rank], p) for i, p in enumerate(plans)]
     return [(p.summary(), e) for p, e in zip(plans, found, strict=True) if not e.ok]
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (8, 1), (40, 8), (24, 6), (12, 6)])
-@pytest.mark.parametrize(("ranks", "intra"), [(2, 2), (4, 2), (4, 4), (8, 4)])
-def test_exact_around_every_schedule(ranks, intra, heads):
+@pytest.mark.parametrize(
+    ("degrees", "heads"),
+    spread(
+        itertools.product(
+            [(2, 2), (4, 2), (4, 4), (8, 4)], [(8, 2), (8, 1), (40, 8), (24, 6), (12, 6)]
+        ),
+        keep=8,
+    ),
+)
+def test_exact_around_every_schedule(degrees, heads):
+    ranks, intra = degrees
     plans = []
     for schedule, where in INNER:
         machine = f"mesh{ranks // 2}x2" if where else None

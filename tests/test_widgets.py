@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 import xml.etree.ElementTree as ET
 
 import pytest
+from spread import spread
 
 import tasp_core as tasp
 from visualize import Figure, hops, mask, rings
@@ -77,8 +79,7 @@ def test_every_control_redraws_quickly(name):
         assert is_shown(explorer)
 
 
-@EVERY
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "name"), spread(itertools.product((0, 1), NAMES), keep=5))
 def test_any_combination_shows_a_figure_or_says_why_not(name, seed):
     rng, explorer = random.Random(seed), getattr(widgets, name)()
     good = {n: c.value for n, c in explorer.controls.items()}

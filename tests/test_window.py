@@ -25,10 +25,9 @@ from tasp_core.lab.bench.accuracy import NAMES, Inputs, Reference, run_rank
 from tasp_core.runtime import execute
 from tasp_core.sequence import tiles
 from tasp_core.sequence.masks import edges
+from tests.spread import spread
 from tests.test_exact import Case, failures, results_of
 from tests.test_kernels import StandIn
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOWS = (1, 2, 7, 128, 5000)
 DOCUMENTS = ((300,), (137, 741, 89), (0, 137, 0, 1, 62), (7, 3), (1,) * 20)
@@ -60,12 +59,12 @@ def cases(ranks: int) -> list[Case]:
     return rows
 
 
-@pytest.mark.parametrize("ranks", range(1, 5))
+@pytest.mark.parametrize("ranks", spread(range(1, 5), keep=2))
 def test_every_layout_and_schedule(ranks):
     assert failures(cases(ranks)) == []
 
 
-@pytest.mark.parametrize("layout", list(tasp.layouts()))
+@pytest.mark.parametrize("layout", spread(tasp.layouts(), keep=2))
 def test_h4_a_window_of_128_is_dense_and_never_full_causal(layout):
     docs = tasp.Documents.of([4096], window=128)
     inputs = Inputs.random(docs.total, 2, 1, 16)

@@ -32,6 +32,14 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError, TransportError
 
+# What a first pass imports: here once, not in every rank.
+FIRST_IMPORTS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "numpy.ma",
+    ".checkpointing",
+    ".execute",
+    "..kernels.resolve",
+)
 STACKS_S = 0.2
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to say why they stopped
 
@@ -187,8 +195,9 @@ def launch(
     from .. import torch_required  # noqa: F401, I001 (before all that imports torch)
     import torch
 
-    with suppress(ImportError):  # what a first backward imports: here once, not in every rank
-        import_module("torch.fx.experimental.symbolic_shapes")
+    for name in FIRST_IMPORTS:
+        with suppress(ImportError):
+            import_module(name, __package__)
     if torch.cuda.is_initialized():
         raise PlanError("launch forks, which breaks an initialised CUDA; use torchrun")
     context = get_context("fork")

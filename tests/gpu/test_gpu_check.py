@@ -16,8 +16,6 @@ from tasp_core.kernels.aten import AtenCpu
 from tasp_core.lab.bench import one_process as virtual
 from tasp_core.lab.bench.accuracy import Inputs, Reference
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CHECK = str(Path(__file__).parent / "check.py")
 DOCS = tasp.Documents.of([37, 81, 0, 2, 60])
 
