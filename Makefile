@@ -31,7 +31,7 @@ demo: $(VENV)/.ok ## plan, prove, run and draw a small example: results/demo.jso
 test: $(VENV)/.ok ## the test suite, two tests at a time (minutes)
 	$(PY) -m pytest -n 2 --dist worksteal
 
-test-full: $(VENV)/.ok ## all schedules x layouts x masks against the reference (longer than make test)
+test-full: $(VENV)/.ok ## the whole exactness matrix, and the cases that make test leaves out (longer than make test)
 	$(PY) -m pytest -m full --timeout 3000
 
 test-browser: $(VENV)/.notebooks-ok ## notebooks in JupyterLab and Chromium (needs Debian's chromium)
