@@ -229,6 +229,32 @@ def test_the_sentences_on_emulated_links_are_the_result_file():
     assert f"on cores {cores:.1f} % and {cores_most:.0f} %" in text
 
 
+def test_the_comparison_is_the_result_file():
+    cases = [c for c in Fabric().cases if c["title"].startswith("peers")]
+    title = "Packed sequences on several nodes: the methods compared"
+    (head, _, *rows), text = rows_of(title), section(title)
+    place = {"mesh4x2": "2 x 4", "mesh2x4": "4 x 2"}
+    gains: dict[str, list[float]] = {"Ulysses": [], "DistFlashAttn": []}
+    assert len(rows) == len(cases) == 6
+    for case, row in zip(cases, rows, strict=True):
+        kind, _, rest = case["title"].removeprefix("peers, ").partition(": ")
+        assert row[0] == f"{kind}, {place[rest.partition('@')[0]]}"
+        seconds = {
+            m["label"]: sum(statistics.median(runs) for runs in m["samples"].values())
+            for m in case["methods"]
+        }
+        assert dict(zip(head[1:], row[1:], strict=True)) == {
+            label: f"{value:.2f}" for label, value in seconds.items()
+        }
+        for other, found in gains.items():
+            found.append(seconds[other] / min(seconds["SAP"], seconds["HSAP"]))
+    least, most = min(gains["Ulysses"]), max(gains["Ulysses"])
+    assert f"{least:.2f} to {most:.2f} x as fast as Ulysses over all ranks" in text
+    assert f"({statistics.median(gains['Ulysses']):.2f} x in the median" in text
+    least, most = min(gains["DistFlashAttn"]), max(gains["DistFlashAttn"])
+    assert f"{least:.2f} to {most:.2f} x as fast as DistFlashAttn" in text
+
+
 def test_headings_that_are_linked_exist():
     headings = re.findall(r"^##+ (.*)$", README, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings}

@@ -16,7 +16,7 @@ from .figure import Figure
 from .marks import INNER, Drawing, Marks, disc, fit, legend, line, small, stack, text
 from .timeline import seconds
 
-NAMES, RIGHT, ROW, TOP = 300.0, 190.0, 46.0, 34.0
+NAMES, RIGHT, ROW, TOP = 260.0, 250.0, 46.0, 34.0
 OURS = ("SAP", "HSAP")
 
 
