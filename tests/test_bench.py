@@ -328,9 +328,9 @@ def test_methods_compared_on_packed_sequences(tmp_path):
 
 
 def test_steps_are_simulated_by_buffers_and_by_their_number(monkeypatch):
-    for name, value in (("MACHINES", ("mesh4",)), ("MANY_RANKS", "mesh2x2"), ("TOKENS", 4096)):
+    for name, value in (("MACHINES", ("mesh4",)), ("MANY_RANKS", "mesh2x2"), ("TOKENS", 1024)):
         monkeypatch.setattr(steps_bench, name, value)
-    monkeypatch.setattr(steps_bench, "LONG", 8192)
+    monkeypatch.setattr(steps_bench, "LONG", 2048)
     lines: list[str] = []
     tables = steps_bench.steps(lines.append)["tables"]
     assert {name: len(rows) for name, rows in tables.items()} == {

@@ -227,7 +227,8 @@ def test_titles_tell_cases_apart_and_any_capitals_find_them():
     for quick in (False, True):
         titles = [str(case) for case in cases(quick=quick)]
         assert len({*titles}) == len(titles)
-    assert chosen(cases(), "mesh4X2") == [c for c in cases() if c.group == "nodes"]
+    assert chosen(cases(), "mesh4X2") == [c for c in cases() if c.machine == "mesh4x2"]
+    assert {c.group for c in chosen(cases(), "nodes:")} == {"nodes"}
 
 
 def test_a_folder_is_no_result_file(tmp_path):

@@ -72,7 +72,7 @@ def refused(p: tasp.Plan, reason: str) -> None:
 
 WRONG_HOPS = [
     ("t0 4>0 q4.0", None, "does not hold both"),
-    ("t1 3>0 q3.0", "t2 3>0 q3.0", "does not hold both"),
+    ("t1 3>0 q3.0", "t2 3>0 q3.0", "after its last contribution is computed"),
     ("t0 4>0 q4.0", "t0 3>0 q4.0", "sends what it does not hold"),
     (
         "t2 0>4 dq4.0",

@@ -9,7 +9,7 @@ start before the computation of the step before has ended, as far as their rows 
     >>> from tasp_core.lowering.lower import lower
     >>> made = streams_of(lower(plan([64], ranks=4, schedule="ring"), 0))
     >>> len(made.messages), len(made.computations)
-    (12, 4)
+    (12, 7)
 """
 
 from __future__ import annotations
