@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules import KV, Hops, OffloadedPairs
-from ..schedules.own_work import Messages, OwnWork, Pass, Prices, place_own
+from ..schedules.own_work import GOOD_ENOUGH, Messages, OwnWork, Pass, Prices, place_own
 from ..sequence.tiles import pair_table, take, working_order
 from .plan import Plan
 
@@ -251,6 +251,9 @@ def _scheduled_own_steps(plan: Plan, backward: bool) -> np.ndarray:
     if (ends >= plan.ranks).any() or (hops.share >= plan.schedule.num_shares).any():
         return nothing  # a table that `check` refuses
     prices = Prices.of(plan.machine, backward=backward)
+    steps = int(hops.step.max(initial=-1)) + 1
+    if docs.num_pairs < prices.message * steps // GOOD_ENOUGH:
+        return nothing  # messages' latency is nearly all of the pass
     counted = work_of(plan, hops, backward=backward, own=nothing)
     own = _own_work(plan)
     work = counted.pairs + counted.rows * prices.row

@@ -151,7 +151,9 @@ def place_own(rest: Pass, own: OwnWork) -> tuple[np.ndarray, int, int]:
     work = rest.work.sum(axis=1) + load_table((len(rest.work),), own.rank, amount=first)
     busiest = int(work.max())
     least = _price(rest, own, result)
-    if not own.pairs.any():
+    # moving own work gains no more than that of the rank that has the most
+    most = int(load_table((len(rest.work),), own.rank, amount=first).max())
+    if not own.pairs.any() or most < least // GOOD_ENOUGH:
         return result, least, busiest
     # of each rank, shares with the fewest pairs per query come first: later steps cost time per query
     order = np.lexsort((own.pairs / np.maximum(1, own.rows), own.rank))

@@ -49,6 +49,7 @@ MOST_RELAY_STEPS = 1 << 10
 MOST_STEPS = 1 << 16
 FEW_STEPS = 4  # up to so many steps it is tried what comes of arrivals as early as possible
 WORTH_A_STEP = 0.002  # one more step must make both passes shorter by this part
+LATENCY = 16  # times what is computed
 NEAR_ENOUGH = 1.05  # times what a pass would take if no rank waited; no more steps are tried then
 FORWARD_PAIR, BACKWARD_PAIR = 2, 5  # time of a visible pair
 SPLIT = 8  # no share is larger than this part of a step's buffer
@@ -93,6 +94,11 @@ class Compiled(NamedTuple):
     least: int
     steps: int
 
+    @property
+    def is_latency(self) -> bool:
+        """Whether computing is next to nothing beside messages: then no other steps are tried."""
+        return self.least * LATENCY < self.price
+
 
 @dataclass(frozen=True)
 class Sap(Routed):
@@ -135,7 +141,7 @@ class Sap(Routed):
         if layout is None or best.relay or "steps" in (options or {}):
             return best
         cost, steps = best._nominal, best._compiled.steps + 1
-        if cost.price <= cost.least * NEAR_ENOUGH or steps > MOST_STEPS:
+        if cost.price <= cost.least * NEAR_ENOUGH or cost.is_latency or steps > MOST_STEPS:
             return best
         other = replace(best, steps=steps)
         other.__dict__.update(best._shared)
@@ -246,8 +252,11 @@ class Sap(Routed):
         kv = self._kv_hops(arrivals, steps)
         if 1 < steps <= FEW_STEPS:
             # with little to even out, fewer parts of queries to merge may be worth more
-            early = self._kv_hops(arrivals, steps, evenly=False)
-            kv = min((kv, early), key=lambda hops: self._finished(hops, steps, self._rates).price)
+            even = self._finished(kv, steps, self._rates)
+            if not even.is_latency:
+                early = self._kv_hops(arrivals, steps, evenly=False)
+                if self._finished(early, steps, self._rates).price < even.price:
+                    kv = early
         return self._finished(kv, steps, self.machine or MESH)
 
     def _kv_hops(self, arrivals: Arrivals, steps: int, *, evenly: bool = True) -> Hops:
